@@ -94,7 +94,8 @@ def test_a_stopped_watchdog_does_not_keep_a_run_from_ending(job):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", ["trainer", *(pytest.param(p, marks=pytest.mark.soak) for p in STOPPED[:2])])
 def test_a_launcher_ends_although_a_process_is_stopped(job, part):
-    run = job(**{"rollout.num_workers": int(part == "worker"), "launcher.stop_timeout_s": 2})
+    limits = {"launcher.stop_timeout_s": 2, "launcher.save_timeout_s": 10}
+    run = job(**{"rollout.num_workers": int(part == "worker"), **limits})
     run.wait_for_step(1)
     run.send_signal(part, signal.SIGSTOP)
     run.send_signal("launcher", signal.SIGTERM)
