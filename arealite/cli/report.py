@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arealite.api.errors import CheckpointError
+from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.arguments import ArgumentParser
 from arealite.cli.foresight import analyse, answer_lines, wait_lines
 from arealite.core.ledger.reading import open_ledger
@@ -44,6 +44,9 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print what each step waited for as JSON, and nothing else")
     options = parser.parse_args(argv)
+    for name in ("steps", "rollouts"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name} is {getattr(options, name)}: give 0 or more")
     run_dir = RunDir(options.run_dir)
     run_dir.check()
     if options.json:

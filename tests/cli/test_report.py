@@ -41,6 +41,12 @@ def test_the_report_shows_steps_times_episodes_and_rollouts(run_dir, capsys):
     assert "[bold]edcba\\x1b[31m" in out and "x" * 999 not in out, "text of a model is data"
 
 
+@pytest.mark.parametrize("name", ["steps", "rollouts"])
+def test_negative_numbers_are_refused(run_dir, name):
+    with pytest.raises(ConfigError, match=f"--{name} is -3: give 0 or more"):
+        main([str(run_dir.path), f"--{name}", "-3"])
+
+
 def test_the_start_is_a_line_and_no_phase(run_dir, capsys):
     with run_dir.stats_path.open("a") as file:
         start = '"time/startup/load": 3, "time/startup/imports": 9, "time/startup/total": 12.5'
