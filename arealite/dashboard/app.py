@@ -18,7 +18,7 @@ from aiohttp import web
 from arealite.api.errors import AReaLiteError, RequestError
 from arealite.dashboard import ledger
 from arealite.dashboard.access import HEADERS, Access
-from arealite.dashboard.csv_export import to_csv
+from arealite.dashboard.csv_export import shown_step, to_csv
 from arealite.dashboard.evaluations import read_evaluations
 from arealite.dashboard.files import (
     LOG_BYTES,
@@ -166,6 +166,8 @@ async def _image(request: web.Request) -> web.Response:
 
 def _stats_csv(run: Run, _: Query) -> bytes:
     columns = run.stats.rows()["columns"]
+    if "step" in columns:
+        columns["step"] = [shown_step(step) for step in columns["step"]]
     return to_csv(list(columns), zip(*columns.values(), strict=True))
 
 

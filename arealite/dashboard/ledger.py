@@ -16,7 +16,7 @@ from aiohttp import web
 from arealite.api.errors import AReaLiteError, RequestError
 from arealite.core.ledger import reading
 from arealite.core.ledger.database import SCHEMA_VERSION
-from arealite.dashboard.csv_export import to_csv
+from arealite.dashboard.csv_export import shown_step, to_csv
 from arealite.dashboard.files import has_image
 from arealite.dashboard.opening import is_regular
 from arealite.dashboard.query import Query
@@ -167,6 +167,9 @@ def rollouts(run: Run, query: Query) -> dict[str, Any]:
 
 def rollouts_csv(run: Run, query: Query) -> bytes:
     _, rows = _find(run, query, _MAX_CSV_ROWS)
+    for row in rows:
+        # For an evaluation the ledger stores the evaluated version: the number of steps before it.
+        row["step"] = row["step"] if row["source"] == "direct" else shown_step(row["step"])
     return to_csv(_CSV_COLUMNS, ([row[name] for name in _CSV_COLUMNS] for row in rows))
 
 

@@ -357,7 +357,7 @@ class Run:
             return error
         if rank() == 0:
             show_message(f"trained model: {path}")
-            self.guard.on_event("checkpoint", f"trained model: {path}", info.global_step + 1, "info")
+            self.guard.on_event("checkpoint", f"trained model: {path}", info.global_step, "info")
         return None
 
     def _recover(self) -> int:

@@ -95,3 +95,15 @@ class Pages:
     def close(self) -> None:
         for context in self._contexts:
             context.close()
+
+
+def link(page: Any, name: str, view: str, query: str = "") -> str:
+    """Return the hash of a view of the run with this name."""
+    found = page.evaluate("async () => (await (await fetch('api/runs')).json()).runs")
+    return f"#/{view}/{next(run['id'] for run in found if run['name'].endswith(name))}{query}"
+
+
+def visit(pages: Pages, name: str, view: str, query: str = "", **options: Any) -> Any:
+    page = pages.open(**options)
+    page.goto(page.url.split("#")[0] + link(page, name, view, query))
+    return page

@@ -3,18 +3,16 @@
 import csv
 import io
 import json
-import os
 import re
 import sqlite3
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arealite.dashboard.app import STATIC
-from tests.dashboard.browser import PHONE, Pages, chromium, find_chromium, serve
+from tests.dashboard.browser import PHONE, Pages, serve, visit
 from tests.dashboard.make_run import HOSTILE, make_run
 
 pytestmark = pytest.mark.browser
@@ -26,17 +24,6 @@ VIEWS = {
     "config": ".yaml div",
     "logs": ".line",
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    missing = "playwright (extra browser)" if find_spec("playwright") is None else None
-    missing = missing or (None if find_chromium() else "Chromium")
-    if missing:
-        assert "CI" not in os.environ, f"{missing} must be installed in CI"
-        pytest.skip(f"{missing} is not installed")
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +54,6 @@ def pages(browser: Any, address: str) -> Iterator[Pages]:
     yield opened
     opened.close()
     assert opened.problems == []
-
-
-def link(page: Any, name: str, view: str, query: str = "") -> str:
-    """Return the hash of a view of the run with this name."""
-    found = page.evaluate("async () => (await (await fetch('api/runs')).json()).runs")
-    return f"#/{view}/{next(run['id'] for run in found if run['name'].endswith(name))}{query}"
-
-
-def visit(pages: Pages, name: str, view: str, query: str = "", **options: Any) -> Any:
-    page = pages.open(**options)
-    page.goto(page.url.split("#")[0] + link(page, name, view, query))
-    return page
 
 
 def is_untouched(page: Any) -> bool:

@@ -204,6 +204,7 @@ def test_csv_of_statistics(runs):
         answer.headers["Content-Type"].startswith("text/csv") and "attachment" in answer.headers["Content-Disposition"]
     )
     assert lines[0].startswith("step,time,reward") and len(lines) == 43
+    assert lines[1].startswith("1,") and lines[-1].startswith("40,"), "steps count from 1, as on the page"
 
 
 def test_a_run_that_is_removed_while_shown(runs):

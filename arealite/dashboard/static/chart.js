@@ -379,7 +379,8 @@ export class Chart {
     series.forEach((one, column) => one.x.forEach((x, i) => {
       if (x === null) return;
       if (!rows.has(x)) rows.set(x, new Array(series.length).fill(""));
-      rows.get(x)[column] = one.y[i] ?? "";
+      // The line of an evaluation has the step of another line, and none of its values.
+      if (one.y[i] !== null && one.y[i] !== undefined) rows.get(x)[column] = one.y[i];
     }));
     const quote = (text) => `"${String(text).replaceAll('"', '""')}"`;
     const lines = [...rows].sort(([a], [b]) => a - b).map(([x, values]) => [x, ...values].join(","));

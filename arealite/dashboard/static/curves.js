@@ -146,7 +146,7 @@ function renderKpis(node, context) {
   const perStep = meanOf(columns["time/step"], -20);
   const left = total && perStep && run.live ? `${duration((total - rows) * perStep)} left` : perStep ? `${duration(perStep)} each` : "";
   const tiles = [
-    ["Step", [total ? `${last(columns.step) + 1} / ${total}` : String(last(columns.step) + 1), left], total ? rows / total : null],
+    ["Step", [total ? `${last(columns.step)} / ${total}` : String(last(columns.step)), left], total ? rows / total : null],
     ["Reward", trend("reward", true)], ["NLL", trend("nll", false)], ["Accuracy", trend("accuracy", true)], ["Answer length", trend("answer_len", null)], ["Entropy", trend("entropy", null)],
     ["Staleness", trend("staleness", null)], ["Tokens/s", trend("tokens_per_s", true)],
     ["Idle", trend("idle/trainer", false, (v) => (v === null ? "–" : `${Math.round(v * 100)}%`))],

@@ -5,6 +5,7 @@ import { emptyState, h, icon, replace, segmented, toast } from "./dom.js";
 import { count, num } from "./format.js";
 import { keep } from "./route.js";
 import { diffWords } from "./diff.js";
+import { stepOf } from "./steps.js";
 import { addLazily, longText, oneLine, question, visible } from "./text.js";
 import { tokenView } from "./tokens.js";
 
@@ -69,7 +70,7 @@ export class RolloutDetail {
     const fact = (label, value, tone = "") => h("div", { class: "fact" }, h("span", { class: "muted" }, label), h("b", { class: `num ${tone}` }, value));
     const versions = data.oldest_version === data.newest_version ? String(data.newest_version ?? "–") : `${data.oldest_version} → ${data.newest_version}`;
     return h("div", { class: "facts" }, fact("reward", num(data.reward)), Object.entries(data.parts ?? {}).map(([name, value]) => fact(name, num(value))),
-      fact("step", data.step ?? "–"), fact("tokens", count(typeof data.num_tokens === "number" ? data.num_tokens : lengthOf(data))), fact("versions", versions), data.turns > 1 ? fact("turns", data.turns) : null, data.state ? fact("state", data.state) : null);
+      fact(...stepOf(data)), fact("tokens", count(typeof data.num_tokens === "number" ? data.num_tokens : lengthOf(data))), fact("versions", versions), data.turns > 1 ? fact("turns", data.turns) : null, data.state ? fact("state", data.state) : null);
   }
 
   paint() {
@@ -185,11 +186,11 @@ function toolBox(kind, content) {
 /** Two answers to one prompt, chosen by their steps, with what changed. */
 function stepDiff(rows, here) {
   const box = h("div", { class: "card diff" });
-  const label = (row) => `step ${row.step ?? "–"} · reward ${num(row.reward, 3)} · ${row.episode}#${row.sample}`;
+  const label = (row) => `${stepOf(row).join(" ")} · reward ${num(row.reward, 3)} · ${row.episode}#${row.sample}`;
   const pick = (name, index) => h("select", { "aria-label": name, onchange: draw }, rows.map((row, i) => h("option", { value: i, selected: i === index ? "" : null }, label(row))));
   const before = pick("Earlier answer", 0);
   const after = pick("Later answer", here > 0 ? here : rows.length - 1);
-  const strip = h("div", { class: "step-strip" }, rows.map((row, i) => h("button", { type: "button", class: "step-dot", title: label(row), "aria-label": `Compare with ${label(row)}`, onclick: () => { after.value = i; draw(); } }, h("span", { class: "num" }, row.step ?? "–"), rewardBadge(row.reward))));
+  const strip = h("div", { class: "step-strip" }, rows.map((row, i) => h("button", { type: "button", class: "step-dot", title: label(row), "aria-label": `Compare with ${label(row)}`, onclick: () => { after.value = i; draw(); } }, h("span", { class: "num" }, stepOf(row).join(" ")), rewardBadge(row.reward))));
   function draw() {
     const [a, b] = [rows[before.value], rows[after.value]];
     const parts = diffWords(a.completion ?? "", b.completion ?? "");

@@ -5,6 +5,7 @@ import { Chart } from "./chart.js";
 import { phaseColor, seriesColor } from "./colors.js";
 import { emptyState, h, replace } from "./dom.js";
 import { duration, num, percent } from "./format.js";
+import { shownStep } from "./steps.js";
 
 const COLORS = { generation: "generate", stragglers: "prefill", admission: "wait", collect: "load" };
 const linkColor = (kind) => phaseColor(COLORS[kind] ?? kind);
@@ -102,7 +103,7 @@ function waitsPanel(found) {
   const chain = ({ step, waited_s, links }) => {
     const words = links.filter((link) => link.seconds > 0.01 * waited_s).map(describe);
     const text = words.length > MAX_WORDS ? [...words.slice(0, 2), "…", ...words.slice(-3)] : words;
-    return h("div", { class: "wait-row" }, h("span", { class: "wait-name" }, `step ${step + 1}`), bar(parts(links), longest),
+    return h("div", { class: "wait-row" }, h("span", { class: "wait-name" }, `step ${shownStep(step)}`), bar(parts(links), longest),
       h("span", { class: "num wait-share" }, duration(waited_s)), h("span", { class: "muted wait-why", title: words.join(" → ") }, text.join(" → ")));
   };
   return [h("p", { class: "foresee-sentence" }, found.sentence[0].toUpperCase() + found.sentence.slice(1)),

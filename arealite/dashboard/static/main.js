@@ -115,7 +115,8 @@ function show() {
   renderRuns();
   renderTop();
   const wanted = `${route.view} ${route.run} ${route.others}`;
-  if (wanted === shown) return view?.route?.(route);
+  // Without `route`, a view is made anew with the choices of the link.
+  if (wanted === shown && view?.route) return view.route(route);
   view?.destroy?.();
   shown = wanted;
   const root = $("view");

@@ -5,6 +5,7 @@ import { debounce, emptyState, h, icon, perFrame, replace } from "./dom.js";
 import { count, num } from "./format.js";
 import { keep } from "./route.js";
 import { RolloutDetail } from "./detail.js";
+import { stepOf, storedStep } from "./steps.js";
 import { oneLine, question } from "./text.js";
 
 const [ROW, PAGE] = [62, 100];
@@ -88,7 +89,7 @@ function filterBar(own) {
 const descending = (own) => (own.params.desc ?? "1") !== "0";
 
 function query(own) {
-  const found = Object.fromEntries(FILTERS.map((name) => [name, own.params[name]]));
+  const found = Object.fromEntries(FILTERS.map((name) => [name, name.startsWith("step_") ? storedStep(own.params[name]) : own.params[name]]));
   return { ...found, sort: own.params.sort || "step", desc: descending(own) ? 1 : 0 };
 }
 
@@ -202,7 +203,7 @@ function makeRow(own, row, index, id) {
   own.sources.add(row.source);
   const age = row.newest_version - row.oldest_version;
   return h("div", { class: "row", role: "row", "aria-rowindex": index + 1, style, dataset: { id, key: keyOf(row) }, onclick: () => choose(own, keyOf(row)) },
-    h("div", { class: "row-side", role: "gridcell" }, h("span", { class: `badge ${rewardTone(row.reward)} num` }, num(row.reward, 3)), h("span", { class: "muted num" }, row.step === null ? row.state ?? "" : `step ${row.step}`)),
+    h("div", { class: "row-side", role: "gridcell" }, h("span", { class: `badge ${rewardTone(row.reward)} num` }, num(row.reward, 3)), h("span", { class: "muted num" }, row.step === null ? row.state ?? "" : stepOf(row).join(" "))),
     h("div", { class: "row-text", role: "gridcell" }, h("div", { class: "row-prompt" }, oneLine(question(row.prompt ?? ""))), h("div", { class: "row-answer" }, oneLine(row.completion ?? "") || "(empty)")),
     h("div", { class: "row-end muted num", role: "gridcell" }, h("span", {}, `${count(row.tokens)} tok`),
       h("span", {}, row.turns > 1 ? `${row.turns} turns` : "", row.images ? " ▣" : "", age > 0 ? h("span", { class: "badge warn", title: `written by versions ${row.oldest_version} to ${row.newest_version}` }, `Δ${age}`) : "")));

@@ -1,6 +1,7 @@
 // Keeps what the page has read of each run, and reads what is new of live ones.
 
 import { get, runPath } from "./api.js";
+import { shownStep, withShownSteps } from "./steps.js";
 
 const cache = new Map();
 let runs = [];
@@ -33,7 +34,7 @@ async function readStats(id, stats) {
   if (!fresh) return Boolean(answer.reset);
   for (const [name, values] of Object.entries(answer.columns)) {
     stats.columns[name] ??= new Array(stats.rows).fill(null);
-    for (const value of values) stats.columns[name].push(value);
+    for (const value of values) stats.columns[name].push(name === "step" ? shownStep(value) : value);
   }
   stats.rows += fresh;
   for (const column of Object.values(stats.columns)) while (column.length < stats.rows) column.push(null);
@@ -43,7 +44,7 @@ async function readStats(id, stats) {
 export const statsOf = (id) => entry(id).stats;
 
 export async function loadEvaluations(id) {
-  return (entry(id).evaluations = (await get(runPath(id, "evaluations"))).rows);
+  return (entry(id).evaluations = withShownSteps((await get(runPath(id, "evaluations"))).rows));
 }
 
 export const evaluationsOf = (id) => entry(id).evaluations ?? [];
@@ -53,7 +54,7 @@ export async function loadEvents(id) {
   const last = own.events?.length ? own.events.at(-1).time : 0;
   const { rows } = await get(runPath(id, "events"), { since: last || undefined });
   const known = new Set((own.events ?? []).slice(-50).map((row) => `${row.time} ${row.kind} ${row.text}`));
-  own.events = [...(own.events ?? []), ...rows.filter((row) => !known.has(`${row.time} ${row.kind} ${row.text}`))];
+  own.events = [...(own.events ?? []), ...withShownSteps(rows).filter((row) => !known.has(`${row.time} ${row.kind} ${row.text}`))];
   return own.events;
 }
 

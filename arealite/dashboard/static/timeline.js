@@ -9,6 +9,7 @@ import { Chart, ChartGroup } from "./chart.js";
 import { phaseColor, stateColor } from "./colors.js";
 import { Foresight } from "./foresee.js";
 import { Lanes, waitReason } from "./lanes.js";
+import { shownStep } from "./steps.js";
 
 const LIMIT = 20_000;
 const FLOW_LINES = ["admitted", "buffered", "trained", "stale", "rejected", "failed"];
@@ -159,14 +160,14 @@ function legend(own) {
 function fillAges(own, data) {
   if (!data.steps.length) return replace(own.panels.ages, emptyState("No trained samples yet", "The map is filled from the ledger (run.sqlite) after the first update."));
   if (!own.panels.ages.contains(own.ages.element)) replace(own.panels.ages, own.ages.element);
-  own.ages.setData(data);
+  own.ages.setData({ ...data, steps: data.steps.map(shownStep) });
 }
 
 function fillFlow(own, data) {
   own.flowData = data;
   const diagram = flowDiagram(data.now ?? {});
   if (!diagram) return replace(own.panels.flow, emptyState("No episodes yet", "The ledger (run.sqlite) lists an episode as soon as it is admitted."));
-  const series = FLOW_LINES.filter((name) => data[name]?.some((v) => v)).map((name) => ({ name, color: stateColor(name), x: data.steps, y: data[name] }));
+  const series = FLOW_LINES.filter((name) => data[name]?.some((v) => v)).map((name) => ({ name, color: stateColor(name), x: data.steps.map(shownStep), y: data[name] }));
   own.flowChart.setData({ series, xKind: "integer", xName: "step" });
   const names = h("div", { class: "phases" }, series.map(({ name, color }) => h("span", {}, h("i", { class: "swatch", style: { background: color } }), name)));
   replace(own.panels.flow, diagram, data.steps.length > 1 ? [names, own.flowChart.element] : h("p", { class: "muted" }, `${count(data.steps.length)} steps so far`));

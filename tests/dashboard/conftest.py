@@ -1,0 +1,21 @@
+"""A real Chromium for all tests of the page."""
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.dashboard.browser import chromium, find_chromium
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    missing = "playwright (extra browser)" if find_spec("playwright") is None else None
+    missing = missing or (None if find_chromium() else "Chromium")
+    if missing:
+        assert "CI" not in os.environ, f"{missing} must be installed in CI"
+        pytest.skip(f"{missing} is not installed")
+    with chromium() as started:
+        yield started
