@@ -7,6 +7,7 @@ CUDA.
 
 import asyncio
 import os
+import socket
 import threading
 import uuid
 from collections import deque
@@ -128,7 +129,7 @@ class WeightGroup:
         address, port = settings.master_address, settings.master_port
         name, size = settings.group_name, settings.world_size
         # The master's end of the store must live as long as the group.
-        self._store = _c10d.TCPStore(address, port, size, is_master=rank == 0, timeout=joining, wait_for_workers=False)
+        self._store = _make_store(address, port, size, rank == 0, joining)
         keys = _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, self._store))
         keys = _c10d.PrefixStore(f"{self._device.type}/", keys)
         if self._device.type == "cuda":
@@ -161,6 +162,16 @@ class WeightGroup:
             work.wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _make_store(address: str, port: int, size: int, is_master: bool, timeout: timedelta) -> Any:
+    """Open the master's end of a store on `address` alone, or connect to it. By default torch listens everywhere."""
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
+    if is_master:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # The store owns the descriptor.
+        options["master_listen_fd"] = socket.create_server((address, port), family=family).detach()
+    return _c10d.TCPStore(address, port, size, is_master=is_master, **options)
 
 
 def _gloo_options(master_address: str, timeout: timedelta) -> Any:

@@ -4,6 +4,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
@@ -42,6 +43,8 @@ def test_tensors_arrive_bit_for_bit_with_any_portion_size(monkeypatch, portion_b
     box.fill(tensors.items())
     group.send(box)
     group.send(box)
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    assert {place.ip for place in listening if place.port == settings.master_port} == {"127.0.0.1"}
     thread.join(20)
     assert len(got) == 2
     for received in got:
