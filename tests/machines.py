@@ -272,7 +272,7 @@ def relay(one: str, other: str, delay_s: float) -> None:
                     os.write(end, queue.popleft()[1])
 
 
-def _run(arguments: list[str]) -> None:
+def run_program(arguments: list[str]) -> None:
     """Run `-m MODULE …` or `SCRIPT …` in this process."""
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
@@ -284,4 +284,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "relay":
         relay(sys.argv[2], sys.argv[3], float(sys.argv[4]))
     enter(int(sys.argv[2]))
-    _run(sys.argv[3:])
+    run_program(sys.argv[3:])

@@ -25,11 +25,11 @@ class ChaosJob:
     def __init__(
         self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), is_warm: bool = True, **overrides: object
     ):
-        """Start the job; `wrap` is a command that starts the launcher.
+        """Start the job; `wrap` is written between `python` and its arguments (`tests.chaos.within`).
 
-        A warm job consists of forks that have imported torch. One with `wrap` is not warm.
+        A warm job consists of forks that have imported torch.
         """
-        self.folder, self.is_warm = folder, is_warm and not wrap
+        self.folder, self.is_warm = folder, is_warm
         self.run_dir = folder / "runs" / "chaos" / "job"
         options: dict[str, object] = {
             "experiment_name": "chaos",
@@ -63,7 +63,7 @@ class ChaosJob:
             "stats_logger.console": "false",
             **overrides,
         }
-        self.command = [*wrap, sys.executable, "-m", "arealite.launcher.local", str(ROOT / "tests/chaos/task.py")]
+        self.command = [sys.executable, *wrap, "-m", "arealite.launcher.local", str(ROOT / "tests/chaos/task.py")]
         self.command += [f"{key}={value}" for key, value in options.items()]
         self.eta = int(str(options["rollout.max_head_offpolicyness"]))
         self.steps = int(str(options["total_train_steps"]))
@@ -92,19 +92,21 @@ class ChaosJob:
             "watchdog": "launcher.watchdog",
         }
         found = []
-        for pid in process_table():
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                environment = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-            except OSError:
-                continue
-            mine = f"CHAOS_FOLDER={self.folder}\0" in environment
-            if environment.startswith(warm_python.COMMAND_ENV):
-                command = environment.partition("\0")[0]
-            is_launcher = words["launcher"] in command
-            if mine and words[part] in command and is_launcher == (part == "launcher"):
+        for pid in self.all_pids():
+            command = self.command_of(pid)
+            if words[part] in command and (words["launcher"] in command) == (part == "launcher"):
                 found.append(pid)
         return found
+
+    @staticmethod
+    def command_of(pid: int) -> str:
+        """Return the command line of a process; empty if it has ended."""
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            environment = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        except OSError:
+            return ""
+        return environment.partition("\0")[0] if environment.startswith(warm_python.COMMAND_ENV) else command
 
     def all_pids(self) -> list[int]:
         mark = f"CHAOS_FOLDER={self.folder}\0".encode()

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.chaos.job import ChaosJob
+from tests.chaos.within import PROGRAM, why_no_disk
 
 # Parts that are stopped in soak tests only; shorter tests stop them in other ways.
 STOPPED = ("server", "worker", "launcher")
@@ -44,8 +44,8 @@ def test_killed_server_and_killed_trainer_lose_no_episode(job):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_launcher_leaves_no_process_and_a_new_one_continues(job):
-    run = job()
-    run.wait_for_step(4)
+    run = job(total_train_steps=7)
+    run.wait_for_step(3)
     run.send_signal("launcher")
     run.launcher.wait()
     run.until_gone()
@@ -57,10 +57,11 @@ def test_killed_launcher_leaves_no_process_and_a_new_one_continues(job):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_server_that_hangs_is_replaced_by_the_other(job):
-    run = job(allocation_mode="embedded.d2+d1")
+    run = job(allocation_mode="embedded.d2+d1", total_train_steps=8)
     run.wait_for_step(2)
     pid = run.send_signal("server", signal.SIGSTOP)
-    run.wait_for_step(8)
+    # More steps than the episodes before the fault are enough for.
+    run.wait_for_step(6)
     os.kill(pid, signal.SIGCONT)
     assert run.finish() == 0, run.tail()
     run.check()
@@ -106,7 +107,7 @@ def test_a_launcher_ends_although_a_process_is_stopped(job, part):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_rank_of_two(job):
-    run = job(allocation_mode="embedded.d1+d2")
+    run = job(allocation_mode="embedded.d1+d2", total_train_steps=6)
     run.wait_for_step(3)
     run.send_signal("trainer")
     assert run.finish() == 0, run.tail()
@@ -116,7 +117,7 @@ def test_a_killed_rank_of_two(job):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_servers_killed_at_once(job):
-    run = job(allocation_mode="embedded.d2+d1")
+    run = job(allocation_mode="embedded.d2+d1", total_train_steps=6)
     run.wait_for_step(2)
     for pid in run.pids("server"):
         os.kill(pid, signal.SIGKILL)
@@ -132,10 +133,12 @@ def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_kille
     for name in ("calm", "killed"):
         (tmp_path / name).mkdir()
         options = {"rollout.max_head_offpolicyness": 0, "server.deterministic": "true"}
-        run = ChaosJob(tmp_path / name, model_path, **options, **{"saver.freq_steps": 12})
+        options |= {"total_train_steps": 6, "saver.freq_steps": 6}
+        run = ChaosJob(tmp_path / name, model_path, **options)
         try:
             if name == "killed":
-                run.wait_for_step(5)
+                # One step after the last recover checkpoint.
+                run.wait_for_step(3)
                 run.send_signal("trainer")
             assert run.finish() == 0, run.tail()
             run.check()
@@ -147,16 +150,13 @@ def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_kille
     assert all(torch.equal(calm[key], killed[key]) for key in calm)
 
 
-SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2500k tmpfs "$0" && exec "$@"']
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_full_disk_ends_the_run_with_one_message(tmp_path, job):
     (tmp_path / "runs").mkdir()
-    wrap = [*SMALL_DISK, str(tmp_path / "runs")]
-    if subprocess.run([*wrap, "true"], capture_output=True).returncode:
-        pytest.skip("mounting a small disk is not permitted here")
+    if why_no_disk():
+        pytest.skip(why_no_disk())
+    wrap = [*PROGRAM, f"disk={tmp_path / 'runs'}:1500k"]
     run = job(wrap=wrap, **{"total_train_steps": 200, "recover.retries": 1})
     assert run.finish() in (1, 2)
     output = (tmp_path / "launcher.log").read_text()
@@ -171,9 +171,9 @@ def test_a_full_disk_ends_the_run_with_one_message(tmp_path, job):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_random_faults(job, seed):
     rng = random.Random(seed)
-    run = job()
+    run = job(total_train_steps=9)
     for _ in range(3):
-        run.wait_for_step(min(9, run.step() + rng.randint(0, 2)))
+        run.wait_for_step(min(7, run.step() + rng.randint(0, 2)))
         if run.launcher.poll() is None:
             run.send_signal(rng.choice(["server", "trainer"]))
     assert run.finish() == 0, run.tail()

@@ -129,7 +129,7 @@ def find_listeners(pids: list[int]) -> dict[int, str]:
 
 
 def test_another_user_can_neither_read_nor_steer_nor_stop_a_run(folder, model_path):
-    job = ChaosJob(folder, model_path, is_warm=False, allocation_mode="embedded.d1+d2")
+    job = ChaosJob(folder, model_path, allocation_mode="embedded.d1+d2", total_train_steps=6)
     run_dir = RunDir(job.run_dir)
     try:
         job.wait_for_step(2)
@@ -145,8 +145,9 @@ def test_another_user_can_neither_read_nor_steer_nor_stop_a_run(folder, model_pa
         for port in listeners:
             if not server.endswith(f":{port}"):
                 assert as_nobody(lambda port=port: attack_port(port)) == []
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job.all_pids()]
-        assert not [command for command in commands if key in command]
+        commands = [job.command_of(pid) for pid in job.all_pids()]
+        assert any("arealite.cli.serve" in command for command in commands)
+        assert not [command for command in commands if key.decode() in command]
         assert job.finish() == 0, job.tail()
         job.check()
     finally:
@@ -160,7 +161,7 @@ def test_a_run_directory_that_another_user_made_is_refused(folder, model_path):
     (folder / "runs" / "chaos").mkdir(parents=True)
     (folder / "runs" / "chaos").chmod(0o1777)
     as_nobody(lambda: [(folder / "runs" / "chaos" / "job").mkdir(0o777) or "made"])
-    job = ChaosJob(folder, model_path, is_warm=False)
+    job = ChaosJob(folder, model_path)
     try:
         assert job.finish(60) == 2
         assert f"belongs to another user (uid {NOBODY})" in (folder / "launcher.log").read_text()

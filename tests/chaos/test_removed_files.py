@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from arealite.trainer.recover import find_damage, list_complete
 from arealite.utils.rundir import RunDir
 from tests.chaos.test_faults import job  # noqa: F401
+from tests.chaos.within import PROGRAM, why_no_disk
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_a_removed_ledger_and_removed_shared_memory_lose_nothing(job):  # noqa: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_newest_checkpoint_without_checksums_is_not_used(job):  # noqa: F811
-    run = job(**{"total_train_steps": 10})
+    run = job(**{"total_train_steps": 7})
     run.until(lambda: len(list_complete(run.run_dir / "recover")) == 2, "two checkpoints")
     run.wait_for_step(5)
     newest, *_ = list_complete(run.run_dir / "recover")
@@ -53,15 +53,15 @@ def test_the_newest_checkpoint_without_checksums_is_not_used(job):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_with_more_episodes_in_flight_than_open_files(job):  # noqa: F811
-    options = {"total_train_steps": 2, "train_dataset.batch_size": 400, "rollout.episode_timeout_s": 300}
-    run = job(wrap=["sh", "-c", 'ulimit -n 256 && exec "$0" "$@"'], **options)
+    # Three batches are in flight.
+    options = {"total_train_steps": 2, "train_dataset.batch_size": 120, "rollout.episode_timeout_s": 300}
+    run = job(wrap=[*PROGRAM, "files=256"], **options)
     assert run.finish() == 0, run.tail()
     run.check()
     assert "Too many open files" not in run.tail()
     assert "the limit on open files is 256. Raise the hard limit" in run.tail()
 
 
-SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"']
 # Enough for the ledger and the statistics of a step, not for a model.
 LEFT_BYTES = 64 * 1024
 
@@ -72,9 +72,8 @@ LEFT_BYTES = 64 * 1024
 def test_a_disk_that_is_full_at_the_last_step(tmp_path, job, monkeypatch, num_checkpoints):  # noqa: F811
     """Room is made if there is an older recover checkpoint. Otherwise the error says where the model is."""
     (tmp_path / "runs").mkdir()
-    wrap = [*SMALL_DISK, str(tmp_path / "runs")]
-    if subprocess.run([*wrap, "true"], capture_output=True).returncode:
-        pytest.skip("mounting a small disk is not permitted here")
+    if why_no_disk():
+        pytest.skip(why_no_disk())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # Failures would fill the disk with their logs.
     monkeypatch.setenv("CHAOS_MISBEHAVE", "0")
@@ -82,7 +81,7 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path, job, monkeypatch, num_ch
     monkeypatch.setenv("CHAOS_DURATION_S", "1")
     num_steps, freq_steps = 8, 6 // num_checkpoints
     settings = {"total_train_steps": num_steps, "recover.freq_steps": freq_steps, "rollout.dump_rollouts": False}
-    run = job(wrap=wrap, **settings)
+    run = job(wrap=[*PROGRAM, f"disk={tmp_path / 'runs'}:8m"], **settings)
     run.until(lambda: os.path.ismount(f"/proc/{run.launcher.pid}/root{tmp_path}/runs"), "the small disk")
     # The disk as the job sees it, also after the job has ended.
     disk = os.open(f"/proc/{run.launcher.pid}/root{tmp_path}/runs", os.O_PATH)
