@@ -165,7 +165,10 @@ class WeightGroup:
 
 
 def _make_store(address: str, port: int, size: int, is_master: bool, timeout: timedelta) -> Any:
-    """Open the master's end of a store on `address` alone, or connect to it. By default torch listens everywhere."""
+    """Open the master's end of a store, or connect to it.
+
+    By default the master listens on all addresses of the machine.
+    """
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
     if is_master:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
