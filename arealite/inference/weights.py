@@ -135,8 +135,7 @@ class ServedWeights:
 
     def _pull(self, order: StreamOrder) -> Staged:
         """Pull this rank's parts of the weights; with changes alone if it holds the version before."""
-        parameters: Weights = dict(self.model.named_parameters())
-        targets = parameters | saved_buffers(self.model)
+        parameters, targets = {name for name, _ in self.model.named_parameters()}, self.own_tensors()
         wanted = {
             name: Wanted(
                 tuple(self.shards.whole_shape(name, t.shape)), self.shards.box(name, t.shape), t, name not in parameters
@@ -148,7 +147,7 @@ class ServedWeights:
             self._receiver.close()
         self._receiver = Receiver(order, wanted, base, self.shards.rank, self.shards.size)
         parts = self._receiver.run()
-        _check_ranges([(n, parts[n], t.dtype) for n, t in parameters.items()], "the stream")
+        _check_ranges([(n, value, targets[n].dtype) for n, value in parts.items()], "the stream")
         stream = (order.key, order.version)
         return Staged([(targets[n], value) for n, value in parts.items()], stream=stream)
 
@@ -183,13 +182,13 @@ class ServedWeights:
             kind, names = ("lacks", missing) if missing else ("has unknown", extra)
             problem = f"{kind} {len(names)} tensor(s), first {names[0]!r:.200}: it is not a checkpoint of this model"
             raise _rejection(source, problem)
+        # Buffers such as a router's correction bias: not every sender has them.
+        targets |= {n: b for n, b in saved_buffers(self.model).items() if n in weights}
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
             _check_type(name, weights[name], source)
         _check_ranges([(n, weights[n], t.dtype) for n, t in targets.items()], source)
         self._check_tied(weights, targets, source)
-        # Buffers such as a router's correction bias: not every sender has them.
-        targets |= {n: b for n, b in saved_buffers(self.model).items() if n in weights}
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
 
     def _check_tied(self, weights: Weights, targets: Weights, source: str) -> None:
@@ -211,7 +210,7 @@ class ServedWeights:
     def fingerprint(self) -> str:
         """Return a hash of all weights, equal on servers that hold the same numbers in the same dtype."""
         digest = hashlib.sha256()
-        for name, part in sorted(self.model.named_parameters()):
+        for name, part in sorted(self.own_tensors().items()):
             digest.update(name.encode())
             whole = self.whole(name, part).detach().contiguous().cpu()
             digest.update(whole.view(torch.uint8).reshape(-1).numpy().data)
@@ -226,8 +225,12 @@ class ServedWeights:
         return part
 
     def named_tensors(self) -> Weights:
-        """Return all tensors with a fingerprint: parameters as they are used, and the adapter's own tensors."""
-        return {**dict(self.model.named_parameters()), **(self.adapter.tensors if self.adapter else {})}
+        """Return all tensors with a fingerprint: the model's as they are used, and the adapter's own tensors."""
+        return {**self.own_tensors(), **(self.adapter.tensors if self.adapter else {})}
+
+    def own_tensors(self) -> Weights:
+        """Return the parameters of the model, and the buffers that an update may replace."""
+        return dict(self.model.named_parameters()) | saved_buffers(self.model)
 
     def _stage_adapter(self, adapter: Adapter, source: str) -> Staged:
         targets: Weights = dict(self.model.named_parameters())
@@ -264,9 +267,9 @@ class ServedWeights:
 
 
 def saved_buffers(model: PreTrainedModel) -> Weights:
-    """Return the buffers that belong to a checkpoint."""
+    """Return the floating-point buffers of a checkpoint, such as correction biases of routers."""
     saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: b for name, b in model.named_buffers() if name in saved and b.is_floating_point()}
 
 
 def _rejection(source: str, problem: str) -> WeightUpdateError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, PPOActorConfig, ServerConfig
-from arealite.api.errors import ConfigError, RequestError, TrainingError
+from arealite.api.errors import ConfigError, RequestError, TrainingError, WeightUpdateError
 from arealite.api.io_struct import ROUTED_EXPERTS, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.trajectory import Trajectory
 from arealite.engine.embedded import EmbeddedEngine
@@ -22,6 +23,8 @@ from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
 from arealite.utils.data import concat_padded, with_sample_columns
 from arealite.utils.routing import expert_blocks
+from arealite.weights.stream import publish
+from arealite.weights.sync import make_transport
 from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
@@ -228,6 +231,53 @@ def test_correction_biases_move_towards_equal_load_and_reach_the_server(model_di
         actor.destroy()
     with pytest.raises(ConfigError, match="has none"):
         make_actor(model_dirs["mixtral"], router_bias_update_rate=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_correction_biases_arrive_in_a_stream_and_as_changes(model_dirs, dtype):
+    config = engine_config(model_dirs["deepseek_v3"], cls=PPOActorConfig, router_bias_update_rate=0.01)
+    actor = FSDPPPOActor(replace(config, dtype=dtype))
+    actor.initialize(SPEC)
+    (block,) = expert_blocks(actor.model)
+    config = ServerConfig(model_path=model_dirs["deepseek_v3"], device="cpu", dtype=dtype, max_total_tokens=64)
+    engine = Engine(config).start()
+    try:
+        served = expert_blocks(engine.model)[0].router.e_score_correction_bias
+        (name,) = (n for n in engine.weights.named_tensors() if n.endswith("e_score_correction_bias"))
+        for version, kind in enumerate(("stream", "delta", "delta"), 1):
+            actor.train_batch(
+                random_batch([9, 14]), lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0)
+            )
+            before, meta = served.clone(), WeightUpdateMeta(kind, "biases", version)
+            actor.update_weights(meta)
+            publisher = publish._publishers["biases"]
+            publisher.hub.begin(version)
+            order = publisher.orders(["server"])["server"]
+            engine.update(WeightSource.streamed(order, version)).result(60)
+            assert torch.equal(served, block.router.e_score_correction_bias) and not torch.equal(served, before)
+            assert make_transport(meta).first_mismatch(meta, engine.fingerprints().result(60)) is None
+        # Only what has changed was sent, and a bias that differs is named.
+        assert publisher.board.base == 2 and engine.weights._receiver.board.base == 2
+        with torch.no_grad():
+            served += 1
+        assert make_transport(meta).first_mismatch(meta, engine.fingerprints().result(60)) == name
+    finally:
+        engine.close()
+        actor.destroy()
+
+
+def test_correction_biases_that_do_not_fit_are_refused(model_dirs):
+    config = ServerConfig(model_path=model_dirs["deepseek_v3"], device="cpu", max_total_tokens=64)
+    engine = Engine(config).start()
+    try:
+        held = {name: tensor.clone() for name, tensor in engine.weights.named_tensors().items()}
+        (name,) = (n for n in held if n.endswith("e_score_correction_bias"))
+        for wrong, message in ((held[name][:-1], "has shape"), (held[name] * float("nan"), "holds NaN")):
+            with pytest.raises(WeightUpdateError, match=f"{name} {message}"):
+                engine.update(WeightSource.received(held | {name: wrong}, 1)).result(60)
+        assert torch.equal(engine.weights.named_tensors()[name], held[name])
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("format", ["dcp", "hf"])

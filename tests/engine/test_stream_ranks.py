@@ -86,6 +86,8 @@ def test_every_bit_arrives_from_any_layout(four_ranks, servers, model_dirs, tmp_
     held = [server.get("weights_checker") for server in machines]
     assert {answer["fingerprint"] for answer in held} == {held[0]["fingerprint"]}
     assert [answer["weight_version"] for answer in held] == ["3"] * 3
+    tensors = machines[0].get("weights_checker?tensors=1")["tensors"]
+    assert any(name.endswith("e_score_correction_bias") for name in tensors) == (kind == "deepseek_v3")
     machines[-1].post("update_weights_from_disk", model_path=out, weight_version="4")
     assert machines[-1].get("weights_checker")["fingerprint"] == held[0]["fingerprint"]
     for server in machines:
