@@ -1,10 +1,11 @@
-"""Measures what a KV cache in FP8 (`server.kv_cache_dtype=fp8`) does to log-probs, without a GPU.
+"""Measures what FP8 (`server.kv_cache_dtype=fp8`, `server.weight_dtype=fp8`) does to log-probs, without a GPU.
 
     python benchmark/kv_fp8.py model=FOLDER questions=gsm8k/test.jsonl
 
-A Hugging Face model computes log-probs of the answers twice: with exact keys and values, and with those of every head
-and token rounded to FP8 (e4m3) with a scale, as the CUDA engine stores them. Only this rounding differs: all else is
-float32 on both sides. Prints a table and one JSON line.
+A Hugging Face model computes log-probs of the answers exactly, and with numbers rounded to FP8 (e4m3) as in the CUDA
+engine: keys and values of every head and token with a scale each; weights of linear layers with a scale for each output
+channel, and their inputs with one for each token; and all of these. Only this rounding differs: all else is float32.
+Prints a table and one JSON line. `rollout_fp8.py` measures the engine itself on a GPU.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
+def round_weights(model: Any) -> None:
+    """Round the weights of linear layers but the head, and their inputs from now on."""
+    layers = [m for m in model.base_model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    for layer in layers:
+        layer.weight.data = rounded(layer.weight.data)
+        layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+
+
 def attend_rounded(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any:
     return sdpa_attention_forward(module, query, rounded(key), rounded(value), *args, **options)
 
@@ -59,18 +68,21 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     lines = Path(options.questions).read_text().splitlines()[: options.samples]
-    exact, changed = [], []
-    for line in lines:
-        row = json.loads(line)
-        prompt = tokenizer.encode(row["question"] + "\n")
-        ids = torch.tensor(prompt + tokenizer.encode(row["answer"]))
-        for name, found in (("sdpa", exact), ("fp8", changed)):
-            model.set_attn_implementation(name)
-            found.append(logprobs(model, ids, len(prompt)))
-    result = gap(torch.cat(changed) - torch.cat(exact))
-    mean = torch.cat(exact).mean().item()
-    print_table(["|difference|", *result], [["FP8 cache", *(f"{value:.2g}" for value in result.values())]])
-    about = {"tokens": sum(map(len, exact)), "mean_logprob": mean, "results": result}
+    texts = [
+        (tokenizer.encode(row["question"] + "\n"), tokenizer.encode(row["answer"])) for row in map(json.loads, lines)
+    ]
+
+    def compute(attention: str) -> torch.Tensor:
+        model.set_attn_implementation(attention)
+        return torch.cat([logprobs(model, torch.tensor(prompt + answer), len(prompt)) for prompt, answer in texts])
+
+    exact, changed = compute("sdpa"), {"FP8 cache": compute("fp8")}
+    round_weights(model)
+    changed |= {"FP8 weights": compute("sdpa"), "both": compute("fp8")}
+    results = {name: gap(values - exact) for name, values in changed.items()}
+    rows = [[name, *(f"{value:.2g}" for value in found.values())] for name, found in results.items()]
+    print_table(["|difference|", *results["both"]], rows)
+    about = {"tokens": len(exact), "mean_logprob": exact.mean().item(), "results": results}
     print(json.dumps({"benchmark": "kv_fp8", **asdict(options), **about, **describe_machine()}))
 
 

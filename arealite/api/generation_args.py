@@ -129,6 +129,9 @@ class ServerConfig(Section):
     kv_cache_dtype: str = _help(
         "auto (that of the weights), or fp8 on CUDA: about half the memory; use block_size=64 with it.", "auto"
     )
+    weight_dtype: str = _help(
+        "auto (that of `dtype`), or fp8 on CUDA: linear layers take half the memory; Llama-like models only.", "auto"
+    )
     mem_fraction: float = _help(
         "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.",
         0.8,
@@ -159,10 +162,11 @@ class ServerConfig(Section):
             yield f"server.host={self.host} is not loopback: set server.api_key too"
         if self.api_key and not self.api_key.isascii():
             yield "server.api_key is sent in an HTTP header: use ASCII characters only"
-        if self.kv_cache_dtype not in ("auto", "fp8"):
-            yield f"server.kv_cache_dtype is {self.kv_cache_dtype!r}: use auto or fp8"
-        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
-            yield "server.kv_cache_dtype=fp8 works on CUDA only: use auto with server.device=cpu"
+        for key in ("kv_cache_dtype", "weight_dtype"):
+            if (value := getattr(self, key)) not in ("auto", "fp8"):
+                yield f"server.{key} is {value!r}: use auto or fp8"
+            if value == "fp8" and self.device == "cpu":
+                yield f"server.{key}=fp8 works on CUDA only: use auto with server.device=cpu"
         if self.draft_tokens and self.deterministic:
             yield (
                 "server.deterministic computes every token alone, server.draft_tokens several at once: use one of them"

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.cpu.runner import CpuRunner
+from arealite.inference.fp8 import check_device
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.loading import ModelShape, shape_of
 from arealite.inference.postprocess import Postprocessor
@@ -44,6 +45,9 @@ class EngineCore:
     def __init__(self, config: ServerConfig, weights: ServedWeights, tokenizer: Any | None = None):
         self.config, self.weights = config, weights
         self.shape = shape_of(weights.model, config.context_length)
+        if config.weight_dtype == "fp8":
+            check_device(config, weights.model.device)
+            weights.use_fp8()
         # None while memory is released
         self.runner: Runner | None = make_runner(weights.model, self.shape, config)
         pool = BlockPool(self.runner.num_blocks, config.block_size)

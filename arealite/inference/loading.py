@@ -29,6 +29,7 @@ from transformers.utils.hub import cached_file
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.attention import SHAPES_NAME, use_attention
+from arealite.inference.fp8 import check_device
 from arealite.inference.sharding import GROUP, Shards, TensorGroup, check_parallel, shard_model
 from arealite.inference.vision import check_served, is_served
 from arealite.utils.decoders import (
@@ -97,6 +98,7 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
     if not config.model_path:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
     choose_dtype(config.dtype, choose_device(config))
+    check_device(config, choose_device(config))
     model_config = read_model_config(config.model_path, with_images=True)
     if type(model_config) not in AutoModelForCausalLM._model_mapping or is_served(model_config):
         check_served(model_config, config, choose_device(config))

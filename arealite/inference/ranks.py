@@ -37,6 +37,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import AReaLiteError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.core import EngineCore
+from arealite.inference.fp8 import loaded_dtype
 from arealite.inference.loading import choose_device, load_model, load_tokenizer, read_config
 from arealite.inference.runner import StepResult
 from arealite.inference.sequence import Request
@@ -202,15 +203,16 @@ class ParallelWeights(ServedWeights):
         """Fingerprints of the whole tensors, from samples that each rank takes of its part."""
         found, samples = {}, self.ranks.ask("sample")
         for name, tensor in self.named_tensors().items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            loaded = loaded_dtype(tensor)
+            dtype = str(loaded).removeprefix("torch.")
             if name not in self.shards.dims:
                 found[name] = (dtype, fingerprint(tensor))
                 continue
             whole = self.shards.whole_shape(name, tensor.shape)
             step = stride(whole.numel())
             owners = self.shards.owners(name, tensor.shape, step)
-            values = torch.empty(len(owners), dtype=tensor.dtype)
-            values[owners == 0] = self.shards.sample(name, tensor, step)
+            values = torch.empty(len(owners), dtype=loaded)
+            values[owners == 0] = self.sample(name, tensor).cpu()
             for rank, sample in enumerate(samples, 1):
                 values[owners == rank] = sample[name]
             found[name] = (dtype, digest(values, whole))
@@ -344,12 +346,9 @@ class RankWorker:
 
     def sample(self) -> None:
         """Answer with this rank's share of the sampled elements of each tensor, for fingerprints."""
-        shards, found = self.weights.shards, {}
-        for name, part in self.weights.model.named_parameters():
-            if name in shards.dims:
-                step = stride(shards.whole_shape(name, part.shape).numel())
-                found[name] = shards.sample(name, part, step)
-        self.inputs.send_bytes(save(found))
+        parts = dict(self.weights.model.named_parameters())
+        names = [name for name in parts if name in self.weights.shards.dims]
+        self.inputs.send_bytes(save({name: self.weights.sample(name, parts[name]).cpu() for name in names}))
 
     def part(self, name: str) -> None:
         """Answer with this rank's part of a parameter."""

@@ -88,13 +88,14 @@ class Shards:
         index = torch.arange(0, whole.numel(), stride)
         return torch.unravel_index(index, whole)[dim] // part[dim]
 
-    def sample(self, name: str, part: torch.Tensor, stride: int) -> torch.Tensor:
-        """The elements of this rank's part that are a `stride`-th element of the whole tensor, in order."""
-        dim, whole = self.dims[name], self.whole_shape(name, part.shape)
+    def places(self, name: str, part: torch.Size, stride: int) -> tuple[torch.Tensor, ...]:
+        """Indices in this rank's part of what is a `stride`-th element of the whole tensor, in order."""
+        dim, whole = self.dims.get(name), self.whole_shape(name, part)
         index = torch.arange(0, whole.numel(), stride)
-        places = torch.unravel_index(index[self.owners(name, part.shape, stride) == self.rank], whole)
-        local = [place % part.shape[dim] if i == dim else place for i, place in enumerate(places)]
-        return part.detach()[tuple(place.to(part.device) for place in local)].cpu()
+        if dim is None:
+            return torch.unravel_index(index, whole)
+        places = torch.unravel_index(index[self.owners(name, part, stride) == self.rank], whole)
+        return tuple(place % part[dim] if i == dim else place for i, place in enumerate(places))
 
 
 class TensorGroup:

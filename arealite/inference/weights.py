@@ -4,13 +4,14 @@ Used by the engine; with tensor parallelism on every rank. Weights that do not f
 tensors, numbers that are not finite) are rejected before the first byte is copied, so the old weights stay complete.
 Names are those of `named_parameters()`; a tied head may be left out. An adapter is merged as `W + scale·B·A` in
 float32, always from the weights without any adapter, which are kept on the host: swapping back and forth gives the
-same bits, and the storage that CUDA graphs read stays the same.
+same bits, and the storage that CUDA graphs read stays the same. Weights in FP8 take no adapter: they are not kept as
+they came, and a small change would be rounded away.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, read_adapter
+from arealite.inference.fp8 import WIDE, Fp8Linear, fp8_layers, linear_layers, loaded_dtype
 from arealite.inference.sharding import Shards, whole_config
 from arealite.weights.files import unreadable
-from arealite.weights.fingerprint import Fingerprints, fingerprints
+from arealite.weights.fingerprint import Fingerprints, fingerprints, stride
 from arealite.weights.stream.receive import Receiver, StreamOrder, Wanted
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Weights
@@ -94,13 +96,14 @@ class WeightSource:
 class Staged:
     """New values of parameters, ready to be copied. `is_base`: they replace the base weights too.
 
-    `stream`: the key and version of a stream that they are from.
+    `stream`: the key and version of a stream that they are from. `samples`: of weights that are kept in FP8.
     """
 
     pairs: Pairs
     adapter: Adapter | None = None
     is_base: bool = True
     stream: tuple[str, int] | None = None
+    samples: Weights = field(default_factory=dict)
 
 
 class ServedWeights:
@@ -115,6 +118,28 @@ class ServedWeights:
         # The weights in use are these of a stream, bit for bit.
         self._stream: tuple[str, int] | None = None
         self._receiver: Receiver | None = None
+        # Layers in FP8, and the sampled elements of their weights as they were before that, for fingerprints.
+        self._layers: dict[str, Fp8Linear] = {}
+        self._samples: Weights = {}
+
+    def use_fp8(self) -> None:
+        """Keep the weights of linear layers in FP8 from now on."""
+        for name in linear_layers(self.model):
+            layer: Any = self.model.get_submodule(name)
+            self._samples[f"{name}.weight"] = self.sample(f"{name}.weight", layer.weight).cpu()
+            self.model.set_submodule(name, Fp8Linear.of(layer))
+        self._layers = fp8_layers(self.model)
+
+    def _places(self, name: str, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Indices of the sampled elements that this rank has, in every dimension of its part."""
+        return self.shards.places(name, part.shape, stride(self.shards.whole_shape(name, part.shape).numel()))
+
+    def sample(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The sampled elements that this rank has; of weights in FP8 as they came, if that is what it holds."""
+        at = tuple(place.to(part.device) for place in self._places(name, part))
+        if name in self._layers:
+            return self._layers[name].verified(self._samples[name].to(part.device), *at)
+        return part.detach()[at]
 
     def stage(self, source: WeightSource) -> Staged:
         """Read and check new weights; nothing is copied into the model yet."""
@@ -147,9 +172,15 @@ class ServedWeights:
             self._receiver.close()
         self._receiver = Receiver(order, wanted, base, self.shards.rank, self.shards.size)
         parts = self._receiver.run()
-        _check_ranges([(n, value, targets[n].dtype) for n, value in parts.items()], "the stream")
-        stream = (order.key, order.version)
-        return Staged([(targets[n], value) for n, value in parts.items()], stream=stream)
+        _check_ranges([(n, value, loaded_dtype(targets[n])) for n, value in parts.items()], "the stream")
+        return self._staged(targets, parts, (order.key, order.version))
+
+    def _staged(self, targets: Weights, parts: Weights, stream: tuple[str, int] | None = None) -> Staged:
+        """This rank's parts of all weights, with their targets."""
+        pairs = [(targets[name], value) for name, value in parts.items()]
+        places = {name: self._places(name, layer.weight) for name, layer in self._layers.items()}
+        samples = {name: parts[name].detach()[at].to("cpu", WIDE) for name, at in places.items()}
+        return Staged(pairs, stream=stream, samples=samples)
 
     def _convert(self, path: str, saved: Weights) -> Weights | None:
         """Convert weights that transformers saves under other names (each expert alone); else None."""
@@ -187,9 +218,9 @@ class ServedWeights:
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
             _check_type(name, weights[name], source)
-        _check_ranges([(n, weights[n], t.dtype) for n, t in targets.items()], source)
+        _check_ranges([(n, weights[n], loaded_dtype(t)) for n, t in targets.items()], source)
         self._check_tied(weights, targets, source)
-        return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
+        return self._staged(targets, {name: self.shards.cut(name, weights[name]) for name in targets})
 
     def _check_tied(self, weights: Weights, targets: Weights, source: str) -> None:
         """A head that is tied here may be sent too, but only with the same numbers."""
@@ -203,7 +234,7 @@ class ServedWeights:
 
     def accept(self, staged: Staged) -> None:
         """Record that the staged pairs were copied."""
-        self.adapter, self._stream = staged.adapter, staged.stream
+        self.adapter, self._stream, self._samples = staged.adapter, staged.stream, staged.samples
         if staged.is_base or staged.adapter is None:
             self._base = {}
 
@@ -214,11 +245,15 @@ class ServedWeights:
             digest.update(name.encode())
             whole = self.whole(name, part).detach().contiguous().cpu()
             digest.update(whole.view(torch.uint8).reshape(-1).numpy().data)
+            if name in self._layers:
+                digest.update(self._layers[name].scale.cpu().numpy().data)
         return digest.hexdigest()
 
     def fingerprints(self) -> Fingerprints:
         """Return a cheap fingerprint of each tensor, to be compared after every update."""
-        return fingerprints(self.named_tensors().items())
+        tensors = self.named_tensors()
+        samples = {name: (self.sample(name, tensors[name]), tensors[name].shape) for name in self._layers}
+        return fingerprints(tensors.items(), samples)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of which this rank has `part`."""
@@ -233,6 +268,9 @@ class ServedWeights:
         return dict(self.model.named_parameters()) | saved_buffers(self.model)
 
     def _stage_adapter(self, adapter: Adapter, source: str) -> Staged:
+        if self._layers:
+            problem = "an adapter cannot be merged into weights in FP8: push merged weights, or use weight_dtype=auto"
+            raise _rejection(source, problem)
         targets: Weights = dict(self.model.named_parameters())
         for name, (down, up, _) in adapter.layers.items():
             if name not in targets or targets[name].dim() != 2:

@@ -6,7 +6,7 @@ tensor that was not updated, came from another place, or was half written. It is
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -15,6 +15,8 @@ MAX_ELEMENTS = 4096
 Fingerprints = dict[str, tuple[str, str]]
 # SGLang reports the first eight bytes of the SHA-256 of a tensor's bytes.
 SHA256 = "sha256:"
+# Elements of a tensor, `stride` apart, and its shape.
+Sample = tuple[torch.Tensor, torch.Size]
 # SGLang and vLLM concatenate the rows of these matrices.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -36,20 +38,27 @@ def digest(sample: torch.Tensor, shape: torch.Size) -> str:
     return hashlib.blake2b(raw.data, digest_size=8, person=person).hexdigest()
 
 
-def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> Fingerprints:
-    """Return the fingerprint of each tensor."""
-    named = dict(tensors)
-    digests = _digests((tensor, tensor.dtype) for tensor in named.values())
-    types = [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()]
-    return dict(zip(named, zip(types, digests, strict=True), strict=True))
+def fingerprints(
+    tensors: Iterable[tuple[str, torch.Tensor]], samples: Mapping[str, Sample] | None = None
+) -> Fingerprints:
+    """Return the fingerprint of each tensor; of those in `samples`, that of the sample."""
+    named = {name: _sample(tensor, tensor.dtype) for name, tensor in tensors} | dict(samples or {})
+    types = [str(sample.dtype).removeprefix("torch.") for sample, _ in named.values()]
+    return dict(zip(named, zip(types, _hash(list(named.values())), strict=True), strict=True))
 
 
 def _digests(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> list[str]:
-    """Return hashes of samples, each in its dtype. One transfer for all: a busy GPU answers late."""
-    samples, shapes = [], []
-    for tensor, dtype in tensors:
-        samples.append(tensor.detach().reshape(-1)[:: stride(tensor.numel())].to(dtype))
-        shapes.append(tensor.shape)
+    """Return hashes of samples, each in its dtype."""
+    return _hash([_sample(tensor, dtype) for tensor, dtype in tensors])
+
+
+def _sample(tensor: torch.Tensor, dtype: torch.dtype) -> Sample:
+    return tensor.detach().reshape(-1)[:: stride(tensor.numel())].to(dtype), tensor.shape
+
+
+def _hash(found: list[Sample]) -> list[str]:
+    """Return hashes of samples. One transfer for all: a busy GPU answers late."""
+    samples, shapes = [sample for sample, _ in found], [shape for _, shape in found]
     if samples and all(sample.is_cuda for sample in samples):
         raw = [sample.contiguous().view(torch.uint8) for sample in samples]
         samples = torch.cat(raw).cpu().split([len(part) for part in raw])

@@ -140,6 +140,10 @@ def test_impossible_combinations_are_refused():
         grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=1)).check()
     with pytest.raises(ConfigError, match="different distributions"):
         grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=4, temperature=0.7)).check()
+    fp8, lora = cli_args.ServerConfig(weight_dtype="fp8"), cli_args.PPOActorConfig(path="m", lora_rank=8)
+    with pytest.raises(ConfigError, match=r"rollout.weight_update=auto sends adapters alone"):
+        grpo(actor=lora, server=fp8).check()
+    grpo(actor=lora, server=fp8, rollout=cli_args.InferenceEngineConfig(weight_update="shm")).check()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ tensors, so that weight updates in place reach both. It equals the Hugging Face 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformers.activations import ACT2FN
 
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.ops import DeviceBatch
+from arealite.inference.fp8 import Fp8Linear
 from arealite.inference.llama_like import attention_window, body_of
 
 
@@ -32,6 +35,8 @@ class FusedDecoder:
         # Not rounded between layers: a third less error for a few bytes (benchmark/results/inference.md).
         self.residual_type = torch.float32
         self.layers = [_FusedLayer(layer) for layer in self.body.layers]
+        # Weights are in FP8, and activations are quantized by the kernels that make them.
+        self.fp8 = isinstance(self.layers[0].down, Fp8Linear)
         # Cosines and sines, [max_len + 1, D]
         self.tables = self.angles(torch.arange(max_len + 1, device=self.head.weight.device)[None])
 
@@ -57,14 +62,15 @@ class FusedDecoder:
         residual = embeddings.to(self.residual_type)
         delta = None
         for index, layer in enumerate(self.layers):
-            x = cuda_ops.add_norm(delta, residual, layer.norm1.weight, layer.eps)
-            qkv = F.linear(x, layer.qkv_weight, layer.qkv_bias)
+            x = cuda_ops.add_norm(delta, residual, layer.norm1.weight, layer.eps, self.fp8)
+            qkv = layer.qkv(x)
             q = cuda_ops.rope_and_write(qkv, batch, index, cos, sin, self.num_heads, layer.head_norms)
             mixed = cuda_ops.attend(q, batch, index, layer.scale, layer.window)
-            delta = layer.out(mixed.flatten(1))  # a module, which sums over ranks in tensor parallel
-            x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps)
-            gated = cuda_ops.silu_mul(F.linear(x, layer.gate_up_weight))
-            delta = layer.down(gated)
+            mixed = mixed.flatten(1)
+            # A module, which sums over ranks in tensor parallel.
+            delta = layer.out(cuda_ops.quantize(mixed) if self.fp8 else mixed)
+            x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps, self.fp8)
+            delta = layer.down(cuda_ops.silu_mul(layer.gate_up(x), self.fp8))
         return cuda_ops.add_norm(delta, residual, self.body.norm.weight, self.layers[0].eps)
 
     def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:
@@ -102,11 +108,9 @@ class _FusedLayer:
         self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.norm1.variance_epsilon
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.qkv_weight = _join([p.weight for p in projections])
-        has_bias = projections[0].bias is not None
-        self.qkv_bias = _join([p.bias for p in projections]) if has_bias else None
+        self.qkv = _join_layers(projections)
         self.out, self.down = attention.o_proj, mlp.down_proj
-        self.gate_up_weight = _join([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.gate_up = _join_layers([mlp.gate_proj, mlp.up_proj])
         self.scale = attention.scaling
         self.window = attention_window(attention)
         self.head_norms = None
@@ -114,6 +118,15 @@ class _FusedLayer:
             q_norm, k_norm = attention.q_norm, attention.k_norm
             self.head_norms = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
         assert isinstance(mlp.act_fn, type(ACT2FN["silu"]))
+
+
+def _join_layers(layers: list[Any]) -> Callable[[Any], torch.Tensor]:
+    """One product for several layers with the same input, which is quantized if they are in FP8."""
+    if isinstance(layers[0], Fp8Linear):
+        return Fp8Linear.join(layers)
+    has_bias = layers[0].bias is not None
+    bias = _join([layer.bias for layer in layers]) if has_bias else None
+    return partial(F.linear, weight=_join([layer.weight for layer in layers]), bias=bias)
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:

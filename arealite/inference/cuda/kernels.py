@@ -20,10 +20,10 @@ def times(a, b):
 
 @triton.jit
 def add_norm_kernel(
-    delta_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
-    HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr,
+    delta_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, size, eps,
+    HAS_DELTA: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """residual += delta; out = RMSNorm(residual) * weight. One program per token."""
+    """residual += delta; out = RMSNorm(residual) * weight; with SCALED in FP8. One program per token."""
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -35,7 +35,22 @@ def add_norm_kernel(
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + row + at, times(weight, (wide * scale).to(weight.dtype)), mask=inside)
+    normed = times(weight, (wide * scale).to(weight.dtype))
+    if SCALED:
+        unit = fp8_scale(tl.max(tl.abs(normed.to(tl.float32)), 0))
+        tl.store(scale_ptr + tl.program_id(0), unit)
+        tl.store(out_ptr + row + at, (normed.to(tl.float32) / unit).to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out_ptr + row + at, normed, mask=inside)
+
+
+@triton.jit
+def load_gated(x_ptr, at, size):
+    """silu(x[:size]) * x[size:] at some places."""
+    gate = tl.load(x_ptr + at, mask=at < size, other=0.0)
+    up = tl.load(x_ptr + size + at, mask=at < size, other=0.0)
+    wide = gate.to(tl.float32)
+    return times((wide / (1.0 + tl.exp(-wide))).to(gate.dtype), up)
 
 
 @triton.jit
@@ -43,18 +58,39 @@ def silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """out = silu(x[:, :size]) * x[:, size:]. Grid (N, blocks)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    gate = tl.load(x_ptr + token * 2 * size + at, mask=inside, other=0.0)
-    up = tl.load(x_ptr + token * 2 * size + size + at, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    act = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out_ptr + token * size + at, times(act, up), mask=inside)
+    tl.store(out_ptr + token * size + at, load_gated(x_ptr + token * 2 * size, at, size), mask=at < size)
 
 
 @triton.jit
 def fp8_scale(largest):
     """The scale that maps the largest number of a vector to the largest one of FP8 (e4m3)."""
     return tl.where(largest > 0.0, tl.maximum(largest / 448.0, 1e-30), 1.0)
+
+
+@triton.jit
+def quantize_kernel(x_ptr, out_ptr, scale_ptr, size, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize tokens to FP8 with a scale each. One program per token.
+
+    With GATED, quantize what `silu_mul_kernel` computes. Two passes: a token of a large model exceeds the registers.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        if GATED:
+            x = load_gated(x_ptr + token * 2 * size, start + at, size)
+        else:
+            x = tl.load(x_ptr + token * size + start + at, mask=start + at < size, other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    unit = fp8_scale(tl.max(largest, 0))
+    tl.store(scale_ptr + token, unit)
+    for start in range(0, size, BLOCK):
+        if GATED:
+            x = load_gated(x_ptr + token * 2 * size, start + at, size)
+        else:
+            x = tl.load(x_ptr + token * size + start + at, mask=start + at < size, other=0.0)
+        x = (x.to(tl.float32) / unit).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * size + start + at, x, mask=start + at < size)
 
 
 @triton.jit

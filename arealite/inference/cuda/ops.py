@@ -14,6 +14,7 @@ import triton
 from arealite.inference.cuda import kernels as _kernels
 from arealite.inference.cuda import sample_kernels as _sample_kernels
 from arealite.inference.cuda.runs import RunPlan, aligned_tokens, attend_runs
+from arealite.inference.fp8 import FP8, Quantized
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 kernels: Any = _kernels
@@ -61,20 +62,40 @@ def tokens_per_tile(group: int) -> int:
     return max(1, 128 // group)
 
 
-def add_norm(delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add delta to residual in place; returns RMSNorm(residual) * weight in the weight's type."""
+def add_norm(
+    delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, fp8: bool = False
+) -> Any:
+    """Add delta to residual in place; returns RMSNorm(residual) * weight.
+
+    In the weight's type, or with `fp8` as `Quantized`.
+    """
     n, size = residual.shape
-    out = torch.empty_like(residual, dtype=weight.dtype)
+    out = torch.empty_like(residual, dtype=FP8 if fp8 else weight.dtype)
+    scales = torch.empty(n, 1, dtype=torch.float32, device=residual.device) if fp8 else residual
     block = triton.next_power_of_2(size)
     kernels.add_norm_kernel[(n,)](
-        residual if delta is None else delta, residual, weight, out, size, eps,
-        HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+        residual if delta is None else delta, residual, weight, out, scales, size, eps,
+        HAS_DELTA=delta is not None, SCALED=fp8, BLOCK=block, num_warps=min(8, max(1, block // 256)),
     )  # fmt: skip
-    return out
+    return Quantized(out, scales) if fp8 else out
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(first half of x) * second half."""
+def quantize(x: torch.Tensor, gated: bool = False) -> Quantized:
+    """Quantize tokens [N, size]; with `gated`, silu(first half of x) * second half."""
+    n, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    out = torch.empty(n, size, dtype=FP8, device=x.device)
+    scales = torch.empty(n, 1, dtype=torch.float32, device=x.device)
+    block = min(16384, triton.next_power_of_2(size))
+    kernels.quantize_kernel[(n,)](
+        x, out, scales, size, GATED=gated, BLOCK=block, num_warps=min(16, max(1, block // 512))
+    )
+    return Quantized(out, scales)
+
+
+def silu_mul(x: torch.Tensor, fp8: bool = False) -> Any:
+    """silu(first half of x) * second half; with `fp8`, as `Quantized`."""
+    if fp8:
+        return quantize(x, gated=True)
     n, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(n, size, dtype=x.dtype, device=x.device)
     block = 1024

@@ -30,6 +30,7 @@ from arealite.inference.cuda.packing import pack_chunks
 from arealite.inference.cuda.results import likeliest, read_result, to_host
 from arealite.inference.cuda.runs import SHORT_CONTEXT, choose_tuning, is_faster_in_runs, plan_runs
 from arealite.inference.cuda.verify import DraftVerifier
+from arealite.inference.fp8 import stage_pairs
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape, choose_cache_dtype
 from arealite.inference.routing import RoutingRecord
@@ -353,11 +354,10 @@ class CudaRunner(Runner):
 
     def stage(self, pairs: Pairs) -> Pairs:
         """Copy new weights to the device while steps run. Called from another thread."""
-        if self.stage_stream is None:
-            return pairs
         with torch.cuda.stream(self.stage_stream):
-            staged = [(target, value.to(self.device, target.dtype)) for target, value in pairs]
-        self.stage_stream.synchronize()
+            staged = list(stage_pairs(pairs, self.model, self.device))
+        if self.stage_stream is not None:
+            self.stage_stream.synchronize()
         return staged
 
     def load(self, pairs: Pairs) -> None:
