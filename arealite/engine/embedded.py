@@ -87,7 +87,11 @@ class EmbeddedEngine(CollectingEngine):
         return [self.engine.stats()]
 
     async def take_samples(self) -> list[ServerSample]:
-        return [server_sample("embedded", self._version, True, self.engine.stats())]
+        info = self.engine.stats()
+        # The CPU seconds are those of the trainer, too.
+        thread_s = sum(row[-1] for row in info["step_times"])
+        info["cpu_s"] = thread_s if info["cpu_s"] is not None else None
+        return [server_sample("embedded", self._version, True, info)]
 
     def read_probe(self, path: str) -> list[str]:
         return [read_probe(path)]

@@ -22,6 +22,7 @@ from arealite.inference.core import EngineCore
 from arealite.inference.loading import load_model, load_processor, load_tokenizer, prepare_model
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
+from arealite.inference.step_times import StepTimes
 from arealite.inference.vision import PromptImages, read_prompt
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
@@ -43,13 +44,14 @@ class Engine:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
         self.busy_s = 0.0
+        self.step_times = StepTimes()
         # When the present step began; None between two steps.
         self._step_began: float | None = None
         self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="inference-engine", daemon=True)
-        self._started_s = time.monotonic()
+        self._started_s, self._started_cpu_s = time.monotonic(), time.process_time()
         # Held from the reading of an update until it is in use.
         self._updating = threading.Lock()
         try:
@@ -64,7 +66,7 @@ class Engine:
             raise cause from error
         self.weights, self.model = self.core.weights, self.core.weights.model
         self.shape, self.max_len = self.core.shape, self.core.max_len
-        self.scheduler = self.core.scheduler
+        self.scheduler, self._is_on_cpu = self.core.scheduler, self.model.device.type == "cpu"
         self.processor = load_processor(config.model_path, self.model.config)
         if self.ranks is None:  # a rank cannot run its modules alone
             self._check_against_model()
@@ -129,6 +131,7 @@ class Engine:
 
     def start(self) -> Self:
         """Start the thread."""
+        self._started_cpu_s = time.process_time()
         self._thread.start()
         return self
 
@@ -291,6 +294,8 @@ class Engine:
             "accepted_tokens": scheduler.accepted_tokens,
             "draft_acceptance_rate": scheduler.accepted_tokens / max(scheduler.drafted_tokens, 1),
             "busy_s": self.busy_s,
+            "cpu_s": time.process_time() - self._started_cpu_s if self._is_on_cpu else None,
+            "step_times": self.step_times.rows(),
             "last_update_s": core.last_update_s,
             "uptime_s": time.monotonic() - self._started_s,
             "paused": core.paused,
@@ -347,16 +352,24 @@ class Engine:
     def _loop(self) -> None:
         try:
             while self._wait_for_work():
-                begin = self._step_began = time.perf_counter()
+                self._step_began = time.perf_counter()
                 if self.core.can_step:
-                    self.core.step()
-                self.busy_s += time.perf_counter() - begin
+                    self._step()
+                self.busy_s += time.perf_counter() - self._step_began
                 self._step_began = None
         except BaseException as error:
             cause = self._lost_rank()
             self.fail(cause or error)
             if cause is None:
                 raise
+
+    def _step(self) -> None:
+        scheduler, post = self.scheduler, self.core.post
+        began, cpu_s = time.perf_counter(), time.thread_time()
+        tokens, prompts = post.generated_tokens, scheduler.prompt_tokens - scheduler.cached_tokens
+        self.core.step()
+        tokens, prompts = post.generated_tokens - tokens, scheduler.prompt_tokens - scheduler.cached_tokens - prompts
+        self.step_times.add(tokens, max(0, prompts), time.perf_counter() - began, time.thread_time() - cpu_s)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is work, then run the queued calls. False: the loop is closing."""

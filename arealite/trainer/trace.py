@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from arealite.utils.trace import tracing
+from arealite.utils.trace.cpu_clock import CpuClock
 from arealite.utils.trace.trace_file import TraceWriter
 
 logger = logging.getLogger("arealite.trace")
@@ -27,6 +28,7 @@ class Trace:
         self._path = path
         self._last_take = self._last_write = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self._cpu = CpuClock()
         self._writer: TraceWriter | None = None
         if path is not None:
             with self._disable_on_os_error():
@@ -51,10 +53,11 @@ class Trace:
         tracing.record("trainer", track, name, began, took_s)
 
     def take(self) -> dict[str, float]:
-        """Return seconds since the last call: `time/<phase>` for each phase, `time/step` for all."""
+        """Return seconds since the last call: `time/<phase>` for each phase, `time/step` for all, CPU seconds."""
         now = time.perf_counter()
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         times["time/step"] = now - self._last_take
+        times |= self._cpu.take()
         self._seconds, self._last_take = {}, now
         self.flush()
         return times

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import AReaLiteError
+from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.resources import ServerUse, core_use, read_server_use
 from arealite.core.ledger.reading import open_ledger
 from arealite.utils.trace.episode_clock import WORKFLOW
 from arealite.utils.yaml_reader import read_yaml
@@ -94,6 +97,9 @@ class Recording:
     steps: Sequence[PlayedStep]
     episodes: Sequence[PlayedEpisode]
     rates: Sequence[ServerRate] = ()
+    # What the servers' steps took, and what all needed of the cores that they shared; None if that is not known.
+    server_use: ServerUse = ServerUse((), None)
+    cores: CoreUse | None = None
     # What is missing, for the reader of a report.
     notes: list[str] = field(default_factory=list)
 
@@ -117,6 +123,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
             episodes = _read_episodes(db, path)
             ready = dict(db.execute(_READY_QUERY).fetchall())
             samples = db.execute(_SERVERS_QUERY).fetchall()
+            server_use = read_server_use(db)
     except sqlite3.Error as error:
         raise RecordingError(
             f"cannot read the ledger {path}: {error}. It is damaged or of another arealite version"
@@ -125,8 +132,10 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
     steps, notes = _make_steps(lines, ready, episodes)
     batches = Counter(episode.step for episode in episodes)
     batch_size = max(batches[step.number] for step in steps)
-    settings = read_settings(folder / "config.yaml", batch_size, _count_servers(samples))
-    return Recording(settings, steps, episodes, _server_rates(samples), notes)
+    config = _read_config(folder / "config.yaml")
+    settings = _settings(config["rollout"], batch_size, _count_servers(samples))
+    cores = _cores(config, server_use, [lines[step.number] for step in steps])
+    return Recording(settings, steps, episodes, _server_rates(samples), server_use, cores, notes)
 
 
 # Rows of trained episodes are written when their batch is complete.
@@ -212,7 +221,7 @@ def _make_steps(
     return steps, notes
 
 
-def read_settings(path: Path, batch_size: int, servers: int) -> Settings:
+def _read_config(path: Path) -> dict[str, Any]:
     """Read what the run was configured with."""
     try:
         config = read_yaml(path.read_text(), None)
@@ -221,9 +230,12 @@ def read_settings(path: Path, batch_size: int, servers: int) -> Settings:
             f"cannot read {path}: {error}. It says which limits the run had; a run that a launcher or "
             "`arealite train` started has one"
         ) from error
-    rollout = config.get("rollout") if isinstance(config, dict) else None
-    if not isinstance(rollout, dict):
+    if not isinstance(config, dict) or not isinstance(config.get("rollout"), dict):
         raise RecordingError(f"{path} has no section `rollout`: the run trains without rollouts")
+    return config
+
+
+def _settings(rollout: Mapping[str, Any], batch_size: int, servers: int) -> Settings:
     eta = int(rollout.get("max_head_offpolicyness") or 0)
     return Settings(
         batch_size,
@@ -232,6 +244,14 @@ def read_settings(path: Path, batch_size: int, servers: int) -> Settings:
         rollout.get("max_concurrent_rollouts"),
         servers,
     )
+
+
+def _cores(config: Mapping[str, Any], use: ServerUse, lines: Sequence[Mapping[str, Any]]) -> CoreUse | None:
+    """Return how a run on one machine uses its cores; None if that is not known."""
+    if ((config.get("cluster") or {}).get("n_nodes") or 1) > 1:
+        return None
+    mode = config.get("allocation_mode")
+    return core_use(use, lines, max(1, AllocationMode.from_str(mode).train_world_size) if mode else 1)
 
 
 def _count_servers(samples: Sequence[tuple[float, str, Any, Any]]) -> int:

@@ -2,18 +2,19 @@
 
 Admission, staleness and lead are decided by the `StalenessManager` and `Lead` of real runs, and batches are filled as
 by the executor: oldest first, stale ones dropped, stragglers waited for. Episodes keep their parts: rewards and tools
-take their recorded time, generation shares a server with what else runs there (`speed`). Steps keep their work.
-At its own settings a recording gives its own times again.
+take their recorded time, generation shares a server with what else runs there. Steps keep their work. Servers and
+trainer slow each other down if they share cores (`speed`). At its own settings a recording gives its own times again.
 """
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import cast
 
 from arealite.core.foresee.recording import Recording, Settings
-from arealite.core.foresee.speed import GenerationSpeed, fit_speed, generation_work
+from arealite.core.foresee.speed import GenerationSpeed, fit_speed, recorded_work
 from arealite.core.staleness_manager import Lead, StalenessManager
 
 GENERATE = "generate"
@@ -61,19 +62,17 @@ class _FixedLead:
         pass
 
 
-class _Server:
-    """Episodes that generate on one server share it. Work is counted on an axis of its own, `done`."""
+class _Station:
+    """A server, or the trainer. All its jobs progress at the same rate, on an axis of their own, `done`."""
 
-    def __init__(self, speed: GenerationSpeed, factor: float):
-        self.speed, self.factor = speed, factor
-        self.jobs: list[tuple[float, int, Any]] = []
+    def __init__(self) -> None:
+        self.jobs: list[tuple[float, int, Callable[[], None]]] = []
         self.done = self.at = self.rate = 0.0
 
-    def advance(self, now: float, is_busy: bool) -> None:
-        """Count the work until now; the rate follows from `update`."""
+    def advance(self, now: float) -> None:
+        """Count the work until now, at the present rate."""
         self.done += (now - self.at) * self.rate
         self.at = now
-        self.rate = self.factor * self.speed.at(max(1, len(self.jobs)), float(is_busy))
 
     def next_end(self) -> float:
         return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else float("inf")
@@ -85,7 +84,7 @@ class Simulation:
     def __init__(self, recording: Recording, speed: GenerationSpeed | None = None):
         self.recording = recording
         self.speed = fit_speed(recording) if speed is None else speed
-        self.works = generation_work(recording, self.speed)
+        self.works = recorded_work(recording, self.speed)
 
     def run(self, scenario: Scenario) -> Rerun:
         """Play all steps of the recording under a scenario."""
@@ -95,8 +94,9 @@ class Simulation:
 class _Run:
     def __init__(self, simulation: Simulation, scenario: Scenario):
         settings, self.recording = scenario.settings, simulation.recording
-        self.works, self.speeds = simulation.works, scenario.speeds
-        self.servers = [_Server(simulation.speed, self.factor(GENERATE)) for _ in range(settings.servers)]
+        self.works, self.step_works = simulation.works
+        self.speed, self.speeds = simulation.speed, scenario.speeds
+        self.servers, self.trainer = [_Station() for _ in range(settings.servers)], _Station()
         eta, self.batch = settings.max_head_offpolicyness, settings.batch_size
         lead = Lead(eta) if settings.lead is None else _FixedLead(min(settings.lead, eta))
         self.manager = StalenessManager(self.batch, eta, settings.max_concurrent_rollouts, cast(Lead, lead))
@@ -104,8 +104,10 @@ class _Run:
         self.manager.version = self.recording.steps[0].number
         self.manager.counts.admitted = self.manager.counts.accepted = self.manager.version * self.batch
         self.manager.counts.trained = self.manager.counts.accepted
-        self.now, self.is_busy = 0.0, False
-        self.events: list[tuple[float, int, Any]] = []
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        # What the present rates were set for.
+        self.rated: tuple[int, ...] = ()
         self.order = count()
         self.next_row = 0
         # Started versions of running episodes by row, in order of start; finished rows as a heap.
@@ -124,11 +126,11 @@ class _Run:
     def play(self) -> Rerun:
         self._admit()
         while self.step < len(self.recording.steps):
-            server = min(self.servers, key=_Server.next_end)
-            at, timed_at = server.next_end(), self.events[0][0] if self.events else float("inf")
+            station = min((*self.servers, self.trainer), key=_Station.next_end)
+            at, timed_at = station.next_end(), self.events[0][0] if self.events else float("inf")
             if at <= timed_at:
                 self.now = at
-                self._end_generation(server)
+                self._end_job(station)
             else:
                 self.now, _, action = heapq.heappop(self.events)
                 action()
@@ -136,7 +138,31 @@ class _Run:
             self._collect()
         return self.result
 
-    def _later(self, seconds: float, action: Any) -> None:
+    def _add_job(self, station: _Station, work: float, action: Callable[[], None]) -> None:
+        station.advance(self.now)
+        heapq.heappush(station.jobs, (station.done + work, next(self.order), action))
+        self._set_rates()
+
+    def _end_job(self, station: _Station) -> None:
+        station.advance(self.now)
+        _, _, action = heapq.heappop(station.jobs)
+        self._set_rates()
+        action()
+
+    def _set_rates(self) -> None:
+        """Give every station the speed that it has with all that is active now."""
+        num_active, is_busy = sum(bool(server.jobs) for server in self.servers), bool(self.trainer.jobs)
+        state = num_active, is_busy, *(len(server.jobs) for server in self.servers)
+        if state == self.rated:
+            return
+        self.rated = state
+        for server in self.servers:
+            server.advance(self.now)
+            server.rate = self.factor(GENERATE) * self.speed.at(max(1, len(server.jobs)), is_busy, num_active)
+        self.trainer.advance(self.now)
+        self.trainer.rate = self.factor("trainer") * self.speed.trainer_at(num_active)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), action))
 
     # ---------------------------------------------------------------------------------------- episodes
@@ -158,17 +184,9 @@ class _Run:
         kind, work = episode.parts[index][0], works[index]
         if kind == GENERATE:
             server = min(self.servers, key=lambda each: len(each.jobs))
-            server.advance(self.now, self.is_busy)
-            heapq.heappush(server.jobs, (server.done + work, next(self.order), (row, index)))
-            server.advance(self.now, self.is_busy)
+            self._add_job(server, work, lambda: self._begin_part(row, index + 1))
         else:
             self._later(work / self.factor(kind), lambda: self._begin_part(row, index + 1))
-
-    def _end_generation(self, server: _Server) -> None:
-        server.advance(self.now, self.is_busy)
-        _, _, (row, index) = heapq.heappop(server.jobs)
-        server.advance(self.now, self.is_busy)
-        self._begin_part(row, index + 1)
 
     def _end_episode(self, row: int, state: str) -> None:
         del self.running[row]
@@ -209,11 +227,10 @@ class _Run:
         self.result.ready_at.append(self.now)
         self.result.waited_s.append(waited_s)
         self.waits_since, self.last_batch_at = None, self.now
-        played, factor = self.recording.steps[self.step], self.factor("trainer")
+        update_work, work = self.step_works[self.step]
         self.step += 1
-        self._set_busy(True)
-        self._later(played.update_s / factor, self._set_version)
-        self._later(played.work_s / factor, self._wait)
+        self._add_job(self.trainer, update_work, self._set_version)
+        self._add_job(self.trainer, work, self._wait)
         self._admit()
 
     def _set_version(self) -> None:
@@ -221,11 +238,3 @@ class _Run:
 
     def _wait(self) -> None:
         self.waits_since = self.now
-        self._set_busy(False)
-
-    def _set_busy(self, is_busy: bool) -> None:
-        for server in self.servers:
-            server.advance(self.now, self.is_busy)
-        self.is_busy = is_busy
-        for server in self.servers:
-            server.advance(self.now, is_busy)

@@ -1,8 +1,10 @@
-"""How fast servers generate, by what runs at once: fitted to a recording.
+"""How fast servers generate and the trainer works, by what runs at once: fitted to a recording.
 
 Each of n episodes on a server progresses with the speed `1 / (fixed + per_episode·n + busy·b)`, where b says whether
-the trainer works: on a machine that both share it slows the servers down. `generation_work` measures every recorded
-generation in that unit, so that a re-run with the recorded load takes the recorded time, whatever the fit.
+the trainer works. If the servers counted the seconds of their steps (`resources`), the first two follow from them, and
+`CoreUse` says how servers and trainer slow each other down. Otherwise all three are fitted to samples of the load.
+`recorded_work` measures all that was recorded in these units, so that a re-run with the recorded load takes the
+recorded time, whatever the fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arealite.core.foresee.recording import Recording
+from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.recording import PlayedEpisode, Recording
+from arealite.core.foresee.resources import fit_step_cost
 
 _MIN_RATES = 6
 
@@ -23,14 +27,30 @@ class GenerationSpeed(NamedTuple):
     per_episode: float = 0.0
     busy: float = 0.0
     is_known: bool = False
+    # Cores that servers and trainer share; None: `busy` is all that is known.
+    cores: CoreUse | None = None
 
-    def at(self, num_episodes: float, is_busy: float) -> float:
-        """Return the units of work per second of one episode on a server."""
-        return 1.0 / max(1e-12, self.fixed + self.per_episode * num_episodes + self.busy * is_busy)
+    def at(self, num_episodes: float, is_busy: bool, num_servers: int = 1) -> float:
+        """Return the units of work per second of one episode on one of `num_servers` active servers."""
+        share = 1.0 if self.cores is None else self.cores.speeds(num_servers, is_busy).server
+        return share / max(1e-12, self.fixed + self.per_episode * num_episodes + self.busy * is_busy)
+
+    def trainer_at(self, num_servers: int) -> float:
+        """Return the speed of the trainer's work while so many servers are active."""
+        return 1.0 if self.cores is None else self.cores.speeds(num_servers, True).trainer
 
 
 def fit_speed(recording: Recording) -> GenerationSpeed:
-    """Fit the speed to the servers' own counters, by what runs and whether the trainer works."""
+    """Fit the speed to the servers' own counters."""
+    samples = float(np.median([episode.samples for episode in recording.episodes if episode.samples] or [1]))
+    cost = fit_step_cost(recording.server_use)
+    if cost is not None and recording.cores is not None:
+        return GenerationSpeed(cost.fixed_s, cost.sequence_s * samples, 0.0, True, recording.cores)
+    return _fit_to_rates(recording, samples)
+
+
+def _fit_to_rates(recording: Recording, samples: float) -> GenerationSpeed:
+    """Fit the speed to samples of the load, and to whether the trainer works."""
     rates = [rate for rate in recording.rates if rate.running > 0]
     if len(rates) < _MIN_RATES:
         return GenerationSpeed()
@@ -41,8 +61,7 @@ def fit_speed(recording: Recording) -> GenerationSpeed:
     # Relative errors count: slow and fast times are measured equally well.
     features = np.stack([np.ones_like(running), running, busy * seconds.mean()], axis=1) / seconds[:, None]
     fixed, per_sequence, per_busy = _fit_not_negative(features, np.ones_like(seconds))
-    samples = [episode.samples for episode in recording.episodes if episode.samples]
-    return GenerationSpeed(fixed, per_sequence * float(np.median(samples or [1])), per_busy * seconds.mean(), True)
+    return GenerationSpeed(fixed, per_sequence * samples, per_busy * seconds.mean(), True)
 
 
 def _fit_not_negative(features: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
@@ -74,21 +93,35 @@ class _Steps:
         return float(covered[1] - covered[0]) / max(end - began, 1e-9)
 
 
-def generation_work(recording: Recording, speed: GenerationSpeed) -> list[list[float]]:
-    """Return for each episode the work of its parts: seconds, or units of work for those that generate."""
-    intervals = [interval for episode in recording.episodes for interval in _generations(episode)]
-    progress = _progress(recording, intervals, speed)
+class RecordedWork(NamedTuple):
+    """The work of the parts of each episode and of each step, in the units of `GenerationSpeed`.
+
+    Parts that do not generate have their seconds. A step has the work until its new weights are in use, and all of it.
+    """
+
+    episodes: list[list[float]]
+    steps: list[tuple[float, float]]
+
+
+def recorded_work(recording: Recording, speed: GenerationSpeed) -> RecordedWork:
+    """Measure all recorded work."""
+    generated, trained = _progress(recording, speed)
     works = []
     for episode in recording.episodes:
         at, row = episode.finished_at - sum(seconds for _, seconds in episode.parts), []
         for kind, seconds in episode.parts:
-            row.append(float(progress(at + seconds) - progress(at)) if kind == "generate" else seconds)
+            row.append(generated(at + seconds) - generated(at) if kind == "generate" else seconds)
             at += seconds
         works.append(row)
-    return works
+    steps = []
+    for step in recording.steps:
+        began = trained(step.ready_at)
+        ends = (step.ready_at + seconds for seconds in (step.update_s, step.work_s))
+        steps.append(tuple(trained(end) - began for end in ends))
+    return RecordedWork(works, steps)
 
 
-def _generations(episode) -> list[tuple[float, float]]:
+def _generations(episode: PlayedEpisode) -> list[tuple[float, float]]:
     at, found = episode.finished_at - sum(seconds for _, seconds in episode.parts), []
     for kind, seconds in episode.parts:
         if kind == "generate":
@@ -97,17 +130,20 @@ def _generations(episode) -> list[tuple[float, float]]:
     return found
 
 
-def _progress(
-    recording: Recording, intervals: Sequence[tuple[float, float]], speed: GenerationSpeed
-) -> Callable[[float], float]:
-    """Return the work that an episode would have done until a time, had it generated all along."""
+def _progress(recording: Recording, speed: GenerationSpeed) -> tuple[Callable[[float], float], ...]:
+    """Return the work that an episode, and the trainer, would have done until a time, had they worked all along."""
+    intervals = [interval for episode in recording.episodes for interval in _generations(episode)]
     changes = [(began, 1, 0) for began, _ in intervals] + [(end, -1, 0) for _, end in intervals]
     for step in recording.steps:
         changes += [(step.ready_at, 0, 1), (step.ready_at + step.work_s, 0, -1)]
     changes.sort()
     times = np.array([change[0] for change in changes])
-    running = np.cumsum([change[1] for change in changes]) / recording.settings.servers
-    busy = np.clip(np.cumsum([change[2] for change in changes]), 0, 1)
-    speeds = [speed.at(max(1.0, n), b) for n, b in zip(running[:-1].tolist(), busy[:-1].tolist(), strict=True)]
-    done = np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array(speeds))])
-    return lambda at: float(np.interp(at, times, done))
+    counts = np.cumsum([change[1] for change in changes])[:-1].tolist()
+    busy = np.clip(np.cumsum([change[2] for change in changes]), 0, 1)[:-1].tolist()
+    num_servers = recording.settings.servers
+    generating = [
+        speed.at(max(1.0, n / num_servers), b, min(n, num_servers)) for n, b in zip(counts, busy, strict=True)
+    ]
+    training = [speed.trainer_at(min(n, num_servers)) for n in counts]
+    sums = [np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array(row))]) for row in (generating, training)]
+    return tuple(lambda at, done=done: float(np.interp(at, times, done)) for done in sums)

@@ -65,6 +65,8 @@ CREATE TABLE IF NOT EXISTS servers(         -- counters are those of the server;
   time REAL, address TEXT, version INTEGER, is_open INTEGER, running INTEGER, waiting INTEGER, kv_used REAL,
   prompt_tokens INTEGER, cached_tokens INTEGER, generated_tokens INTEGER, busy_s REAL);
 CREATE INDEX IF NOT EXISTS servers_by_time ON servers(time);
+CREATE TABLE IF NOT EXISTS server_steps(    -- counters of an embedded server at `time`; steps: see step_times, as JSON
+  address TEXT PRIMARY KEY, time REAL, steps TEXT, cpu_s REAL);
 CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkpoint at `step` had not trained on yet
   step INTEGER, source TEXT, id INTEGER, tensors BLOB, PRIMARY KEY(step, source, id));
 CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT, step INTEGER, level TEXT);

@@ -70,7 +70,7 @@ class TimesRow(NamedTuple):
 
 
 class ServerSample(NamedTuple):
-    """One row of the table `servers`: what a server did at a time. Unknown values are None."""
+    """One row of the tables `servers` and `server_steps`: what a server did. Unknown values are None."""
 
     time: float
     address: str
@@ -83,6 +83,9 @@ class ServerSample(NamedTuple):
     cached_tokens: int | None = None
     generated_tokens: int | None = None
     busy_s: float | None = None
+    # In `server_steps`: `[[steps, sequences, prompt tokens, seconds, CPU seconds], …]`, and CPU seconds of the process.
+    step_times: str | None = None
+    cpu_s: float | None = None
 
 
 class AgeRow(NamedTuple):
@@ -110,7 +113,9 @@ class _Pending:
         db.executemany(_UPSERT_EPISODE, list(self.episodes.values()))
         db.executemany("INSERT OR REPLACE INTO episode_times VALUES (?,?,?,?)", self.times)
         db.executemany("INSERT INTO events VALUES (?,?,?,?,?)", self.events)
-        db.executemany("INSERT INTO servers VALUES (?,?,?,?,?,?,?,?,?,?,?)", self.servers)
+        db.executemany("INSERT INTO servers VALUES (?,?,?,?,?,?,?,?,?,?,?)", [row[:11] for row in self.servers])
+        known = [(row.address, row.time, row.step_times, row.cpu_s) for row in self.servers if row.step_times]
+        db.executemany("INSERT OR REPLACE INTO server_steps VALUES (?,?,?,?)", known)
 
 
 class Ledger:

@@ -4,6 +4,7 @@ Runs on the executor's event loop while the engine lives, if the run has a ledge
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ def server_sample(address: str, version: int, is_open: bool, info: Mapping[str, 
         info.get("cached_tokens"),
         info.get("generated_tokens"),
         info.get("busy_s"),
+        json.dumps(info["step_times"]) if info.get("step_times") else None,
+        info.get("cpu_s"),
     )
 
 

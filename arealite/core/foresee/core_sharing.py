@@ -1,0 +1,39 @@
+"""How servers and a trainer slow each other down on the cores of one machine. Pure arithmetic.
+
+Each of them needs a number of cores to run at full speed. While all that are active need more cores than there are,
+each gets the same share of what it needs. Besides, the trainer's process also runs the episodes (tokenization, HTTP,
+workflows): a Python interpreter runs one thread at a time, so that these take time from the trainer on any number of
+cores. Used by the re-run of a recording (`rerun`) and by `arealite plan`.
+"""
+
+from typing import NamedTuple
+
+
+class Speeds(NamedTuple):
+    """Speeds relative to those of a server or trainer that is alone on the machine."""
+
+    server: float
+    trainer: float
+
+
+class CoreUse(NamedTuple):
+    """The cores of a machine, and how many of them an active server, its episodes and a trainer's rank need."""
+
+    cores: float
+    server: float = 1.0
+    # In the process of the first rank, for the episodes of one active server.
+    episodes: float = 0.0
+    trainer: float = 1.0
+    num_ranks: int = 1
+
+    def speeds(self, num_servers: int, trainer_works: bool) -> Speeds:
+        """Return the speeds while so many servers are active, and the trainer works or waits."""
+        episodes = self.episodes * num_servers
+        # What the interpreter leaves to the first rank, for which the others wait. A trainer that keeps two cores busy
+        # computes outside of the interpreter.
+        left = 1.0 if self.trainer >= 2 else max(0.1, 1 - episodes)
+        need = self.server * num_servers + episodes
+        if trainer_works:
+            need += self.num_ranks * self.trainer * left
+        share = min(1.0, self.cores / need) if need else 1.0
+        return Speeds(share, share * left)
