@@ -90,7 +90,9 @@ def on_this_machine(options: argparse.Namespace, work: Path) -> list[dict[str, o
         if reward_s:
             played = replace(played, episodes=tuple(e._replace(reward_s=reward_s) for e in played.episodes))
         costs = measured.server, measured.train, measured.update
-        setup = Setup(played, servers, *costs, rollout(eta), cores=measured.cores)
+        # The same steps as those that are measured: the lengths of so few episodes vary.
+        window = options.steps - FILLING_STEPS, FILLING_STEPS
+        setup = Setup(played, servers, *costs, rollout(eta), *window, cores=measured.cores)
         took_s = statistics.mean(row["time/step"] for row in steps[FILLING_STEPS:])
         name = f"{servers} server(s), eta {eta}, reward {reward_s:g} s"
         rows.append({"case": name, "measured": took_s, "predicted": simulate(setup).step_s})

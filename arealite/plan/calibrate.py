@@ -5,7 +5,6 @@ over several numbers of tokens. Costs are fitted to the times. Nothing else shou
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -15,6 +14,7 @@ import torch
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
@@ -22,6 +22,7 @@ from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.measured import Measured, fit
 from arealite.plan.workload import Distribution, Workload
 from arealite.utils.memory.model_size import ModelSize, read_model_size
+from arealite.utils.trace.cpu_clock import num_cores
 
 logger = logging.getLogger("arealite.plan")
 
@@ -49,7 +50,7 @@ def measure(path: str) -> Measured:
         train,
         # Out of the trainer and into the server.
         UpdateCost(publish_s=copy_s, load_s=copy_s, pause_s=copy_s / 4),
-        cores=None if device == "cuda" else float(os.cpu_count() or 1),
+        cores=None if device == "cuda" else CoreUse(num_cores()),
     )
 
 

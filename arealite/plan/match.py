@@ -12,6 +12,8 @@ from arealite.plan.costs import ServerCost, TrainCost
 from arealite.plan.measured import Measured
 from arealite.plan.simulate import Prediction, Setup, simulate
 
+# The first steps load, compile and fill the pipeline.
+FILLING_STEPS = 2
 _MAX_ROUNDS = 10
 _CLOSE = 0.02
 # Below this share of waiting the step time says nothing about the servers; the time of generation does.
@@ -41,8 +43,10 @@ def own_setup(measured: Measured) -> Setup:
     )  # fmt: skip
     work = measured.workload
     steps = min(20, max(4, _MAX_ANSWERS // (work.prompts * work.samples)))
+    # The same steps as those that were measured: lengths of few episodes vary.
+    steps = min(steps, max(3, len(work.episodes) // work.prompts - FILLING_STEPS))
     costs = measured.server, measured.train, measured.update
-    return Setup(work, measured.num_servers, *costs, rollout, steps, cores=measured.cores)
+    return Setup(work, measured.num_servers, *costs, rollout, steps, FILLING_STEPS, cores=measured.cores)
 
 
 def match(measured: Measured, target: Target) -> Measured:

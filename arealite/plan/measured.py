@@ -4,10 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from arealite.api.errors import ConfigError
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.workload import Distribution, Workload
 
@@ -23,7 +25,7 @@ class Measured:
     update: UpdateCost
     eta: int = 4
     # Cores that servers and trainer share; None: each has its own devices.
-    cores: float | None = None
+    cores: CoreUse | None = None
     # The run's own limits besides eta.
     adaptive_lead: bool = True
     max_concurrent: int | None = None
@@ -61,7 +63,7 @@ def read_measured(path: Path) -> Measured:
             TrainCost(**values["train"]),
             UpdateCost(**values["update"]),
             values["eta"],
-            values["cores"],
+            _read_cores(values["cores"]),
             values.get("adaptive_lead", True),
             values.get("max_concurrent"),
         )
@@ -71,6 +73,11 @@ def read_measured(path: Path) -> Measured:
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is no file of `arealite plan --calibrate`: {error!r}") from error
+
+
+def _read_cores(value: Any) -> CoreUse | None:
+    # Files of older versions have the number of cores only.
+    return None if value is None else CoreUse(*value) if isinstance(value, list) else CoreUse(value)
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

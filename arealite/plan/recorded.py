@@ -6,7 +6,6 @@ time.
 """
 
 import contextlib
-import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,17 +16,18 @@ import yaml
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import ConfigError
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.recording import PlayedEpisode, Recording, read_recording
+from arealite.core.foresee.resources import fit_step_cost
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
-from arealite.plan.match import Target, match
+from arealite.plan.match import FILLING_STEPS, Target, match
 from arealite.plan.measured import Measured, fit
 from arealite.plan.recorded_episodes import SampleTokens, make_shapes
 from arealite.plan.workload import Distribution, EpisodeShape, Workload
 from arealite.utils.rundir import RunDir
+from arealite.utils.trace.cpu_clock import num_cores
 
-# The first steps load, compile and fill the pipeline.
-_FILLING_STEPS = 2
 _MOST_EPISODES = 4096
 # Steps with a longer evaluation or checkpoint, as a share of their time, are left out.
 _PAUSE_SHARE = 0.05
@@ -37,9 +37,9 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     """Return what a run tells. `steps` are its statistics."""
     run_dir = RunDir(folder)
     run_dir.check()
-    warm = [step for step in steps if step.get("step", -1) >= _FILLING_STEPS]
+    warm = [step for step in steps if step.get("step", -1) >= FILLING_STEPS]
     if len(warm) < 3:
-        raise ConfigError(f"{run_dir.path} has {len(steps)} steps; at least {_FILLING_STEPS + 3} are needed")
+        raise ConfigError(f"{run_dir.path} has {len(steps)} steps; at least {FILLING_STEPS + 3} are needed")
     recording = read_recording(run_dir.path, steps)
     config: dict[str, Any] = yaml.safe_load(run_dir.config_path.read_text())
     mode = AllocationMode.from_str(config.get("allocation_mode") or "embedded.d1+d1")
@@ -55,7 +55,7 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
         _train_cost(warm, target, update_s, mode.train.data if mode.train else 1),
         UpdateCost(publish_s=update_s / 2, load_s=update_s / 2, is_swap=mode.gen_backend == "embedded"),
         recording.settings.max_head_offpolicyness,
-        None if on_gpu else float(os.cpu_count() or 1),
+        recording.cores or (None if on_gpu else CoreUse(num_cores())),
         recording.settings.lead is None,
         recording.settings.max_concurrent_rollouts,
     )
@@ -112,9 +112,12 @@ def _generate_s(episode: PlayedEpisode) -> float:
 
 
 def _server_cost(config: dict[str, Any], recording: Recording) -> ServerCost:
-    """Fit the seconds of a step to the number of sequences, between two samples of a server."""
-    rates = [rate for rate in recording.rates if rate.running > 0]
+    """Return the cost of a step by what the servers counted, or else by two samples of their load."""
     running = int((config.get("server") or {}).get("max_running_requests") or 256)
+    cost = fit_step_cost(recording.server_use)
+    if cost is not None:
+        return ServerCost(cost.fixed_s, sequence_s=cost.sequence_s, prompt_s=cost.prompt_s, max_running=running)
+    rates = [rate for rate in recording.rates if rate.running > 0]
     if len(rates) < 3:
         # `match` finds the speed; how it depends on the load is not known then.
         return ServerCost(step_s=1e-3, max_running=running)

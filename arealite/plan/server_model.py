@@ -52,7 +52,7 @@ class DecodingServer:
         self.loop, self.cost = loop, cost
         self.version = 0
         self.speed = 1.0
-        # Called when the server starts or stops to work.
+        # Called when the load of the server changes.
         self.on_activity: Callable[[], None] = lambda: None
         self.num_tokens = 0.0
         self.busy_s = 0.0
@@ -165,7 +165,7 @@ class DecodingServer:
             self._make_room()
             self._start_waiting()
         self._schedule()
-        if self.is_active != was_active:
+        if self.is_active or was_active:
             self.on_activity()
 
     def _advance(self) -> None:
@@ -189,6 +189,10 @@ class DecodingServer:
         """Return the seconds of the next step, and by how much each further one takes longer."""
         count = len(self._running)
         return self.cost.base_s(count) + self.cost.context_s * self._context, self.cost.context_s * count
+
+    def tokens_per_s(self) -> float:
+        """Return how many tokens it generates at full speed now."""
+        return len(self._running) / self._step_costs()[0] if self._running else 0.0
 
     def _steps_in(self, seconds: float) -> float:
         first, more = self._step_costs()

@@ -1,8 +1,9 @@
-"""`SharedCores`: servers and a trainer that share the cores of one machine, each with one thread.
+"""`SharedCores`: servers and a trainer of a simulation that share the cores of one machine.
 
-While more of them are active than there are cores, all get an equal share.
+`CoreUse` has the arithmetic: how fast each of them is by which of them are active.
 """
 
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.plan.server_model import DecodingServer
 from arealite.plan.virtual_time import VirtualLoop
 
@@ -10,8 +11,8 @@ from arealite.plan.virtual_time import VirtualLoop
 class SharedCores:
     """Sets the speed of servers, and of the trainer's work, by how many are active."""
 
-    def __init__(self, loop: VirtualLoop, cores: float, servers: list[DecodingServer]):
-        self._loop, self._cores, self._servers = loop, cores, servers
+    def __init__(self, loop: VirtualLoop, use: CoreUse, servers: list[DecodingServer]):
+        self._loop, self._use, self._servers = loop, use, servers
         self._trainer_works = False
         self._work_left_s = 0.0
         self._at = 0.0
@@ -46,7 +47,9 @@ class SharedCores:
 
     def _update(self) -> None:
         self._is_update_due = False
-        active = self._trainer_works + sum(server.is_active for server in self._servers)
-        self._speed = min(1.0, self._cores / active) if active else 1.0
+        active = [server for server in self._servers if server.is_active]
+        tokens_per_s = sum(server.tokens_per_s() for server in active)
+        speeds = self._use.speeds(len(active), tokens_per_s, self._trainer_works)
+        self._speed = speeds.trainer
         for server in self._servers:
-            server.set_speed(self._speed)
+            server.set_speed(speeds.server)

@@ -20,6 +20,7 @@ import torch
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch, WeightUpdateMeta
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.ledger.store import Ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.server_model import DecodingServer
@@ -55,8 +56,8 @@ class Setup:
     steps: int | None = None
     warm_up: int | None = None
     crashes: tuple[Crash, ...] = ()
-    # Cores that servers and trainer share, each using one of them; None: each has its own devices.
-    cores: float | None = None
+    # Cores that servers and trainer share; None: each has its own devices.
+    cores: CoreUse | None = None
     seed: int = 1
     ledger_path: Path | None = None
 

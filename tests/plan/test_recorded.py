@@ -46,7 +46,7 @@ def write_run(folder, name):
 
 @pytest.mark.parametrize(("name", "eta", "cores"), [("synchronous", 0, 8), ("hidden_generation", 1, 2)])
 def test_a_run_simulated_at_its_own_settings_takes_its_own_time(tmp_path, monkeypatch, name, eta, cores):
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("arealite.plan.recorded.num_cores", lambda: cores)
     stats = write_run(tmp_path, name)
     setup = own_setup(read_run(tmp_path, stats))
     assert (setup.eta, setup.rollout.adaptive_lead, setup.workload.prompts, setup.workload.samples) == (eta, True, 8, 8)

@@ -7,6 +7,7 @@ import pytest
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, TrainingError
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.simulate import Crash, Setup, simulate
@@ -103,9 +104,13 @@ def test_replicas_share_the_groups_of_a_batch():
 
 
 def test_shared_cores_slow_down_who_is_active_at_the_same_time():
-    assert run(eta=0, cores=1).step_s == pytest.approx(1.6)
-    assert run(eta=4, cores=1).step_s == pytest.approx(1.6)
-    assert run(eta=4, cores=2).step_s == pytest.approx(1.0)
+    assert run(eta=0, cores=CoreUse(1)).step_s == pytest.approx(1.6)
+    assert run(eta=4, cores=CoreUse(1)).step_s == pytest.approx(1.6)
+    assert run(eta=4, cores=CoreUse(2)).step_s == pytest.approx(1.0)
+    # Eight sequences of 100 tokens a second; episodes take half of the interpreter's time from the trainer.
+    half = CoreUse(8, token_s=0.5 / 800)
+    assert run(eta=4, cores=half).step_s == pytest.approx(1.2)
+    assert run(eta=0, cores=half).step_s == pytest.approx(1.6)
 
 
 def test_more_of_everything_is_never_slower():

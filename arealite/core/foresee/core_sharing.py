@@ -17,18 +17,21 @@ class Speeds(NamedTuple):
 
 
 class CoreUse(NamedTuple):
-    """The cores of a machine, and how many of them an active server, its episodes and a trainer's rank need."""
+    """The cores of a machine, and how many of them an active server and a rank of the trainer need."""
 
     cores: float
     server: float = 1.0
-    # In the process of the first rank, for the episodes of one active server.
-    episodes: float = 0.0
     trainer: float = 1.0
     num_ranks: int = 1
+    # CPU seconds for each generated token in the process of the first rank, which runs the episodes.
+    token_s: float = 0.0
 
-    def speeds(self, num_servers: int, trainer_works: bool) -> Speeds:
-        """Return the speeds while so many servers are active, and the trainer works or waits."""
-        episodes = self.episodes * num_servers
+    def speeds(self, num_servers: int, tokens_per_s: float, trainer_works: bool) -> Speeds:
+        """Return the speeds while so many servers are active, and the trainer works or waits.
+
+        `tokens_per_s` is what all servers would generate at full speed.
+        """
+        episodes = min(1.0, self.token_s * tokens_per_s)
         # What the interpreter leaves to the first rank, for which the others wait. A trainer that keeps two cores busy
         # computes outside of the interpreter.
         left = 1.0 if self.trainer >= 2 else max(0.1, 1 - episodes)

@@ -107,7 +107,7 @@ class _Run:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         # What the present rates were set for.
-        self.rated: tuple[int, ...] = ()
+        self.rated: tuple[list[int], bool] | None = None
         self.order = count()
         self.next_row = 0
         # Started versions of running episodes by row, in order of start; finished rows as a heap.
@@ -151,16 +151,16 @@ class _Run:
 
     def _set_rates(self) -> None:
         """Give every station the speed that it has with all that is active now."""
-        num_active, is_busy = sum(bool(server.jobs) for server in self.servers), bool(self.trainer.jobs)
-        state = num_active, is_busy, *(len(server.jobs) for server in self.servers)
-        if state == self.rated:
+        loads, is_busy = [len(server.jobs) for server in self.servers], bool(self.trainer.jobs)
+        if self.rated == (loads, is_busy):
             return
-        self.rated = state
-        for server in self.servers:
+        self.rated = loads, is_busy
+        shares = self.speed.shares(loads, is_busy)
+        for server, load in zip(self.servers, loads, strict=True):
             server.advance(self.now)
-            server.rate = self.factor(GENERATE) * self.speed.at(max(1, len(server.jobs)), is_busy, num_active)
+            server.rate = self.factor(GENERATE) * shares.server * self.speed.at(max(1, load), is_busy)
         self.trainer.advance(self.now)
-        self.trainer.rate = self.factor("trainer") * self.speed.trainer_at(num_active)
+        self.trainer.rate = self.factor("trainer") * shares.trainer
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), action))

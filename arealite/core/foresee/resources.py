@@ -50,7 +50,7 @@ def read_server_use(db: sqlite3.Connection) -> ServerUse:
         key = round(row[1] / row[0]).bit_length()
         sums[key] = [old + new for old, new in zip(sums.get(key, [0.0] * len(row)), row, strict=True)]
     cpu_s = [cpu_s for _, cpu_s in found]
-    steps = [StepTime(*row) for _, row in sorted(sums.items())]
+    steps = tuple(StepTime(*row) for _, row in sorted(sums.items()))
     return ServerUse(steps, sum(cpu_s) if cpu_s and None not in cpu_s else None)
 
 
@@ -87,7 +87,7 @@ def core_use(use: ServerUse, stats: Iterable[Mapping[str, Any]], num_ranks: int)
     return CoreUse(
         lines[-1]["cpu/cores"],
         max(1.0, use.cpu_s / engine_s),
-        sum(line["cpu/rollout"] for line in lines) / engine_s,
         max(1.0, threads),
         num_ranks,
+        sum(line["cpu/rollout"] for line in lines) / max(1.0, sum(row.sequences for row in use.steps)),
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.core_sharing import CoreUse, Speeds
 from arealite.core.foresee.recording import PlayedEpisode, Recording
 from arealite.core.foresee.resources import fit_step_cost
 
@@ -27,17 +27,21 @@ class GenerationSpeed(NamedTuple):
     per_episode: float = 0.0
     busy: float = 0.0
     is_known: bool = False
-    # Cores that servers and trainer share; None: `busy` is all that is known.
+    # Cores that servers and trainer share (None: `busy` is all that is known), and the samples of an episode.
     cores: CoreUse | None = None
+    samples: float = 1.0
 
-    def at(self, num_episodes: float, is_busy: bool, num_servers: int = 1) -> float:
-        """Return the units of work per second of one episode on one of `num_servers` active servers."""
-        share = 1.0 if self.cores is None else self.cores.speeds(num_servers, is_busy).server
-        return share / max(1e-12, self.fixed + self.per_episode * num_episodes + self.busy * is_busy)
+    def at(self, num_episodes: float, is_busy: bool) -> float:
+        """Return the units of work per second of one episode on a server, before cores are shared."""
+        return 1.0 / max(1e-12, self.fixed + self.per_episode * num_episodes + self.busy * is_busy)
 
-    def trainer_at(self, num_servers: int) -> float:
-        """Return the speed of the trainer's work while so many servers are active."""
-        return 1.0 if self.cores is None else self.cores.speeds(num_servers, True).trainer
+    def shares(self, loads: Sequence[float], is_busy: bool) -> Speeds:
+        """Return how much servers with so many episodes, and the trainer, are slowed down by shared cores."""
+        if self.cores is None:
+            return Speeds(1.0, 1.0)
+        active = [load for load in loads if load > 0]
+        tokens_per_s = sum(load * self.samples * self.at(max(1.0, load), is_busy) for load in active)
+        return self.cores.speeds(len(active), tokens_per_s, is_busy)
 
 
 def fit_speed(recording: Recording) -> GenerationSpeed:
@@ -45,7 +49,7 @@ def fit_speed(recording: Recording) -> GenerationSpeed:
     samples = float(np.median([episode.samples for episode in recording.episodes if episode.samples] or [1]))
     cost = fit_step_cost(recording.server_use)
     if cost is not None and recording.cores is not None:
-        return GenerationSpeed(cost.fixed_s, cost.sequence_s * samples, 0.0, True, recording.cores)
+        return GenerationSpeed(cost.fixed_s, cost.sequence_s * samples, 0.0, True, recording.cores, samples)
     return _fit_to_rates(recording, samples)
 
 
@@ -141,9 +145,10 @@ def _progress(recording: Recording, speed: GenerationSpeed) -> tuple[Callable[[f
     counts = np.cumsum([change[1] for change in changes])[:-1].tolist()
     busy = np.clip(np.cumsum([change[2] for change in changes]), 0, 1)[:-1].tolist()
     num_servers = recording.settings.servers
-    generating = [
-        speed.at(max(1.0, n / num_servers), b, min(n, num_servers)) for n, b in zip(counts, busy, strict=True)
-    ]
-    training = [speed.trainer_at(min(n, num_servers)) for n in counts]
+    generating, training = [], []
+    for count, is_busy in zip(counts, busy, strict=True):
+        loads = [count / num_servers] * min(count, num_servers)
+        generating.append(speed.at(max(1.0, count / num_servers), is_busy) * speed.shares(loads, is_busy).server)
+        training.append(speed.shares(loads, True).trainer)
     sums = [np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array(row))]) for row in (generating, training)]
     return tuple(lambda at, done=done: float(np.interp(at, times, done)) for done in sums)

@@ -5,13 +5,19 @@ from dataclasses import replace
 import pytest
 
 from arealite.api.errors import ConfigError
+from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.recording import PlayedStep, Recording, ServerRate, Settings
 from arealite.core.foresee.rerun import Scenario, Simulation
 from arealite.core.foresee.speed import GenerationSpeed, fit_speed
 from arealite.core.foresee.what_if import WhatIf, parse_question
 from tests.core.foresee.make_recording import episode, synchronous
 
-SPEEDS = [GenerationSpeed(), GenerationSpeed(0.0, 1.0), GenerationSpeed(1.0, 0.2, 0.7)]
+SPEEDS = [
+    GenerationSpeed(),
+    GenerationSpeed(0.0, 1.0),
+    GenerationSpeed(1.0, 0.2, 0.7),
+    GenerationSpeed(1.0, 0.2, cores=CoreUse(1.0, server=1.1, token_s=0.1)),
+]
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
@@ -51,6 +57,24 @@ def test_a_second_server_halves_a_generation_that_is_bound_by_throughput():
     base = simulation.run(Scenario(recording.settings))
     two = simulation.run(Scenario(replace(recording.settings, servers=2)))
     assert base.step_s == pytest.approx(4.5) and two.step_s == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    ("cores", "step_s"),
+    [
+        (CoreUse(2), 2.0),
+        # One core does the 2 s of generation and the 2 s of training one after the other.
+        (CoreUse(1), 4.0),
+        # Episodes take 0.25 of the interpreter's time while the server generates a token a second, which takes 2 s.
+        (CoreUse(8, token_s=0.25), 2.5),
+    ],
+)
+def test_asynchronous_steps_share_the_cores(cores, step_s):
+    recording = synchronous(num_steps=40, reward_s=0.0, late_s=0.0, update_s=2.0, after_s=0.0)
+    simulation = Simulation(recording, GenerationSpeed(0.0, 1.0, cores=cores))
+    assert simulation.run(Scenario(recording.settings)).step_s == pytest.approx(4.0), "as recorded: no overlap"
+    ahead = replace(recording.settings, max_head_offpolicyness=4, lead=4)
+    assert simulation.run(Scenario(ahead)).step_s == pytest.approx(step_s, rel=0.03)
 
 
 def test_the_advice_is_ordered_and_names_the_gain():

@@ -1,0 +1,49 @@
+"""Shared cores, computed by hand."""
+
+import pytest
+
+from arealite.core.foresee.core_sharing import CoreUse
+
+
+@pytest.mark.parametrize(
+    ("use", "num_servers", "trainer_works", "expected"),
+    [
+        (CoreUse(2), 0, False, (1, 1)),
+        (CoreUse(2), 1, True, (1, 1)),
+        # Three cores are needed and there are two.
+        (CoreUse(2), 2, True, (2 / 3, 2 / 3)),
+        (CoreUse(2), 2, False, (1, 1)),
+        (CoreUse(1), 1, True, (1 / 2, 1 / 2)),
+        # Half of a server's second core, and two ranks: 1.5 + 2 on 2.
+        (CoreUse(2, server=1.5, num_ranks=2), 1, True, (4 / 7, 4 / 7)),
+        # A trainer of four threads beside a server.
+        (CoreUse(4, trainer=4), 1, True, (4 / 5, 4 / 5)),
+        (CoreUse(8, trainer=4), 1, True, (1, 1)),
+    ],
+)
+def test_all_get_the_same_share_of_what_they_need(use, num_servers, trainer_works, expected):
+    assert use.speeds(num_servers, 100.0 * num_servers, trainer_works) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        # 200 tokens a second take 0.2 of the interpreter; the server has a core of its own.
+        (CoreUse(8, token_s=0.001), (1, 0.8)),
+        (CoreUse(2, token_s=0.001), (1, 0.8)),
+        # 1.2 of the server, 0.2 for episodes, 0.8 for the trainer: 2.2 on 2.
+        (CoreUse(2, server=1.2, token_s=0.001), (2 / 2.2, 0.8 * 2 / 2.2)),
+        # The second rank waits for the first: 1 + 0.2 + 2 · 0.8 on 2.
+        (CoreUse(2, num_ranks=2, token_s=0.001), (2 / 2.8, 0.8 * 2 / 2.8)),
+        # Four threads compute outside of the interpreter: 1 + 0.2 + 4 on 4.
+        (CoreUse(4, trainer=4, token_s=0.001), (4 / 5.2, 4 / 5.2)),
+        # The trainer is never stopped altogether.
+        (CoreUse(8, token_s=0.1), (1, 0.1)),
+    ],
+)
+def test_episodes_take_the_interpreter_from_the_trainer(use, expected):
+    assert use.speeds(1, 200.0, True) == pytest.approx(expected)
+
+
+def test_a_trainer_that_waits_needs_nothing():
+    assert CoreUse(1, token_s=0.001).speeds(1, 200.0, False).server == pytest.approx(1 / 1.2)

@@ -1,0 +1,13 @@
+from arealite.inference.step_times import StepTimes
+
+
+def test_steps_are_added_by_powers_of_two_of_their_sequences():
+    times = StepTimes()
+    for sequences, prompt_tokens, seconds, cpu_s in (
+        (0, 50, 1.0, 0.5),
+        (2, 0, 0.25, 0.25),
+        (3, 7, 0.5, 0.25),
+        (4, 0, 1.0, 1.0),
+    ):
+        times.add(sequences, prompt_tokens, seconds, cpu_s)
+    assert times.rows() == [[1, 0, 50, 1.0, 0.5], [2, 5, 7, 0.75, 0.5], [1, 4, 0, 1.0, 1.0]]
