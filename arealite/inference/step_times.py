@@ -12,11 +12,11 @@ class StepTimes:
         self._rows: dict[int, list[float]] = {}
 
     def add(self, sequences: int, prompt_tokens: int, seconds: float, cpu_s: float) -> None:
-        """Count one step: sequences decoded, prompt tokens computed, seconds, CPU seconds of the engine's thread."""
+        """Count one step by the sequences it decoded. CPU seconds are those of the engine's thread."""
         row = self._rows.setdefault(sequences.bit_length(), [0, 0, 0, 0.0, 0.0])
         for i, value in enumerate((1, sequences, prompt_tokens, seconds, cpu_s)):
             row[i] += value
 
     def rows(self) -> list[list[float]]:
-        """Return `[steps, sequences, prompt tokens, seconds, CPU seconds]`, those of the fewest sequences first."""
+        """Return rows `[steps, sequences, prompt tokens, seconds, CPU seconds]`, fewest sequences first."""
         return [[*row] for _, row in sorted(self._rows.copy().items())]

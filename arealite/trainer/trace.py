@@ -53,7 +53,7 @@ class Trace:
         tracing.record("trainer", track, name, began, took_s)
 
     def take(self) -> dict[str, float]:
-        """Return seconds since the last call: `time/<phase>` for each phase, `time/step` for all, CPU seconds."""
+        """Return seconds since the last call: `time/<phase>` for each phase, `time/step`, CPU seconds."""
         now = time.perf_counter()
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         times["time/step"] = now - self._last_take

@@ -33,7 +33,7 @@ class ServerUse(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step: fixed, for each sequence that it decodes, for each prompt token that it computes."""
+    """Seconds of a step: fixed, for each decoded sequence, for each computed prompt token."""
 
     fixed_s: float
     sequence_s: float

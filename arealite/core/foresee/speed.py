@@ -135,7 +135,7 @@ def _generations(episode: PlayedEpisode) -> list[tuple[float, float]]:
 
 
 def _progress(recording: Recording, speed: GenerationSpeed) -> tuple[Callable[[float], float], ...]:
-    """Return the work that an episode, and the trainer, would have done until a time, had they worked all along."""
+    """Return the work of an episode, and of the trainer, until a time, as if they had worked all along."""
     intervals = [interval for episode in recording.episodes for interval in _generations(episode)]
     changes = [(began, 1, 0) for began, _ in intervals] + [(end, -1, 0) for _, end in intervals]
     for step in recording.steps:

@@ -1,4 +1,4 @@
-"""`CpuClock`: CPU seconds of a trainer's process between two calls, for predictions of other settings.
+"""`CpuClock`: CPU seconds of a trainer's process, for predictions of other settings.
 
 Seconds on the clock grow when processes compete for cores; CPU seconds do not. The difference between the two tells
 `arealite plan` and the report what a phase would take with the machine to itself.
