@@ -38,6 +38,9 @@ def start() -> None:
     multiprocessing.util.spawnv_passfds = _start_fork_server
     # Another thread might hold a lock, which a fork would never release.
     if _nursery is None and threading.active_count() == 1:
+        pools = sys.modules.get("arealite.utils.pools.process_pool")
+        if pools is not None:
+            pools.run_preparations()
         _nursery = _Nursery()
     server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is None:

@@ -50,6 +50,7 @@ _ROOM = {"AREALITE_TESTS_ROOM": "x" * (1 << 15)}
 PRELOAD = (
     "arealite.trainer.ppo",
     "arealite.trainer.sft",
+    "arealite.trainer.tasks",
     "arealite.cli.main",
     "arealite.cli.server",
     "transformers.models.qwen2.modeling_qwen2",
@@ -207,6 +208,8 @@ def _serve(address: str) -> dict[str, Any]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches pytest, which then closes the pipe
     for module in PRELOAD:
         importlib.import_module(module)
+    # Fork servers of rewards would do it again.
+    importlib.import_module("arealite.utils.pools.process_pool").run_preparations()
     gc.collect()
     gc.freeze()
     children: dict[socket.socket, int] = {}

@@ -15,6 +15,7 @@ from typing import Any
 import math_verify
 
 from arealite.reward.extraction import SCALE, SCALES, final_answer, last_boxed
+from arealite.utils.pools.process_pool import prepare_workers
 
 __all__ = ["answers_equal", "final_answer", "first_equal", "last_boxed", "math_reward", "parse_number"]
 
@@ -195,3 +196,12 @@ def _parse(formula: str) -> list[Any]:
     formula = re.sub(r"sqrt\s*\(([^()]*)\)|√\s*(\d+|\([^()]*\))", r"\\sqrt{\1\2}", formula)
     formula = re.sub(r",?\s+(?:and|or)\s+|,?\s*\\text\s*\{\s*(?:and|or)\s*\}", ", ", formula)
     return math_verify.parse(f"\\boxed{{{formula}}}", _PARSE_CONFIG, parsing_timeout=0)
+
+
+def _load_algebra() -> None:
+    """Compare formulas: the parser and sympy load half a second of code at their first use."""
+    for given, expected in ((r"\frac{1}{2}", "x+1"), ("(1,2)", "(2,1)"), (r"\sqrt{2}", "1.41")):
+        _equal_by_algebra(given, expected)
+
+
+prepare_workers(_load_algebra)

@@ -11,6 +11,7 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.cli import init
 from arealite.utils.config import load_config
+from tests import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +56,7 @@ def test_wrong_names(name, message, tmp_path, monkeypatch):
 def test_the_tests_of_the_project_pass(tmp_path):
     init.write_project(tmp_path / "my-task")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=tmp_path / "my-task", env=env, capture_output=True, text=True, timeout=280)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = warm_python.run(command, cwd=tmp_path / "my-task", env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 passed" in done.stdout

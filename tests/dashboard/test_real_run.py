@@ -3,26 +3,26 @@
 import json
 import re
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 
 import pytest
 
 from arealite.cli.report import main as report
+from tests import warm_python
 from tests.dashboard.client import Dashboard
 
 
 @pytest.mark.slow
 def test_the_dashboard_of_a_real_run(model_path, gsm8k_path, tmp_path, capsys):
     command = [
-        *(sys.executable, "-m", "arealite.cli.main", f"cluster.fileroot={tmp_path}", "dashboard=0"),
+        *("-m", "arealite.cli.main", f"cluster.fileroot={tmp_path}", "dashboard=0"),
         *("trainer.type=grpo", f"trainer.grpo.actor.path={model_path}", "trainer.grpo.actor.dtype=float32"),
         *(f"train_dataset.path={gsm8k_path}", "train_dataset.batch_size=4", "total_train_steps=3"),
         *("trainer.grpo.gconfig.n_samples=2", "trainer.grpo.gconfig.max_new_tokens=8"),
         *("trainer.grpo.server.max_total_tokens=8192", "allocation_mode=embedded.d1+d1"),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = warm_python.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         assert process.stdout is not None
         lines = []
@@ -37,10 +37,10 @@ def test_the_dashboard_of_a_real_run(model_path, gsm8k_path, tmp_path, capsys):
             (run,) = json.load(response)["runs"]
         assert run["live"] and run["trial"] == "grpo"
         output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, "".join(lines) + output
+        assert process.returncode == 0, f"{lines} {output}"
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.wait(30)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=30)
     check_endpoints(tmp_path)

@@ -93,11 +93,11 @@ def blocks_of(page: Path) -> list[Block]:
 class Workspace:
     """A folder in which the blocks of one page run, one after the other.
 
-    Without `is_small` commands have their own settings and are started as usual, not forked.
+    Without `is_small` commands have their own settings, without `is_warm` they are started as usual, not forked.
     """
 
-    def __init__(self, folder: Path, is_small: bool = True) -> None:
-        self.folder, self.is_small = folder, is_small
+    def __init__(self, folder: Path, is_small: bool = True, is_warm: bool = True) -> None:
+        self.folder, self.is_small, self.is_warm = folder, is_small, is_warm
         warm_python.prepare()
         for name in ("examples", "benchmark", "arealite"):
             (folder / name).symlink_to(ROOT / name)
@@ -197,7 +197,7 @@ case "$*" in
     -m\\ arealite.launcher.*_sft.py*) set -- "$@" {small["F"]} $dry ;;
     -m\\ arealite.launcher.*|-m\\ arealite.cli.entry\\ launch*) set -- "$@" {small["S"]} $dry ;;
 esac
-{warm if self.is_small else ""}
+{warm if self.is_warm else ""}
 exec {sys.executable} "$@"
 """
         scripts = {

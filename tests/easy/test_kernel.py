@@ -4,11 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests import warm_python
 from tests.easy.preamble import HEAD
-from tests.easy.test_runs import EXAMPLES, ROOT, assert_nothing_left
+from tests.easy.test_runs import EXAMPLES, ROOT, assert_nothing_left, processes_of
 
 manager = pytest.importorskip("jupyter_client.manager")
 pytest.importorskip("ipykernel")
@@ -17,10 +17,11 @@ pytest.importorskip("ipykernel")
 @pytest.mark.slow
 def test_a_notebook_trains_with_functions_of_its_cells(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    warm_python.prepare()
     monkeypatch.setenv("MARK_OF_TEST", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     kernel = manager.KernelManager()
-    kernel.kernel_spec.argv[0] = sys.executable
+    kernel.kernel_spec.argv[:1] = [sys.executable, "-E", "-S", warm_python.__file__, "--run"]
     kernel.start_kernel()
     client = kernel.blocking_client()
     client.start_channels()
@@ -35,8 +36,8 @@ def test_a_notebook_trains_with_functions_of_its_cells(tmp_path, monkeypatch):
         for cell in cells:
             reply = client.execute_interactive(cell, timeout=300, output_hook=messages.append)
             assert reply["content"]["status"] == "ok", reply["content"]
-        children = psutil.Process(kernel.provisioner.pid).children(recursive=True)
-        assert not [child.cmdline() for child in children if "arealite.launcher.beside" in child.cmdline()]
+        commands = [process.environ().get(warm_python.COMMAND_ENV, "") for process in processes_of(tmp_path)]
+        assert "ipykernel_launcher" in "".join(commands) and "arealite.launcher.beside" not in "".join(commands)
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)

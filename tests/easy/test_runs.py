@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests import warm_python
 from tests.easy.preamble import HEAD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,14 +18,11 @@ EXAMPLES = ROOT / "examples" / "arealite"
 TIMEOUT_S = 300.0
 
 
-def start(body: str, folder: Path, *flags: str, **options) -> subprocess.Popen:
+def start(body: str, folder: Path) -> warm_python.WarmProcess:
     script = folder / "script.py"
     script.write_text(HEAD.format(examples=str(EXAMPLES), folder=str(folder)) + body)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MARK_OF_TEST": str(folder)}
-    return subprocess.Popen(
-        [sys.executable, "-P", *flags, str(script)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=folder, **options,
-    )  # fmt: skip
+    return warm_python.start([script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder)
 
 
 def run(body: str, folder: Path) -> str:
@@ -35,7 +32,7 @@ def run(body: str, folder: Path) -> str:
     finally:
         process.kill()
     assert_nothing_left(folder)
-    return output
+    return output or ""
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -121,7 +118,7 @@ def test_a_server_that_keeps_dying_ends_the_run_with_its_message(tmp_path):
 import psutil, signal
 def kill(completion, **data):
     for child in psutil.Process().children(recursive=True):
-        if "arealite.launcher.beside" in child.cmdline():
+        if "arealite.launcher.beside" in child.environ()["AREALITE_TESTS_COMMAND"]:
             child.send_signal(signal.SIGKILL)
     return 0.0
 try:
@@ -145,7 +142,7 @@ def reward(completion, **data):
 started = Path(settings["output_dir"]) / "started"
 GRPOTrainer(train_dataset=rows, reward_fn=reward, max_steps=5000, **settings).train()
 """
-    process = start(body, tmp_path, start_new_session=True)
+    process = start(body, tmp_path)
     deadline = time.monotonic() + TIMEOUT_S
     try:
         while not (tmp_path / "started").exists():

@@ -96,6 +96,13 @@ import asyncio, os, sys
 with open(sys.argv[1] if __name__ == "__main__" else os.environ["IMPORTS"], "a") as file:
     print(os.getpid(), file=file)
 from arealite.reward.pool import RewardPool
+from arealite.utils.pools.process_pool import prepare_workers
+
+def log_preparation():
+    with open(os.environ["IMPORTS"] + ".prepared", "a") as file:
+        print(os.getpid(), file=file)
+
+prepare_workers(log_preparation)
 
 def crashes(**row):
     os.abort()
@@ -123,7 +130,8 @@ def test_workers_are_forked_from_one_that_has_imported_the_script_once(tmp_path)
     )  # fmt: skip
     assert done.stdout.split(None, 1) == ["3", "{'RewardError'}\n"], done.stderr
     # The script itself, and the fork server.
-    assert len(imports.read_text().split()) == 2
+    _, fork_server = imports.read_text().split()
+    assert (tmp_path / "imports.prepared").read_text().split() == [fork_server]
 
 
 def test_a_reward_that_never_returns_is_killed_and_others_are_not_delayed():

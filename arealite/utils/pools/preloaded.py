@@ -1,4 +1,4 @@
-"""Imported by the fork server: imports the owner's script and one module before it forks workers.
+"""Imported by the fork server: imports and prepares the owner's script and one module before it forks workers.
 
 `process_pool.fork_context` selects it. Python's own preloading ignores the script and `sys.path` before 3.12.8, so
 every worker would import the script, and torch with it, again.
@@ -13,7 +13,7 @@ import traceback
 from multiprocessing import process, spawn
 from typing import Any
 
-from arealite.utils.pools.process_pool import PRELOAD_ENV
+from arealite.utils.pools.process_pool import PRELOAD_ENV, run_preparations
 
 
 def skip_script(settings: dict[str, Any]) -> None:
@@ -34,6 +34,7 @@ if PRELOAD_ENV in os.environ:
             skip_script(settings)
         spawn.prepare(settings)
         importlib.import_module(settings["module"])
+        run_preparations()
     # A script may raise anything. Each worker imports it again and reports the error.
     except Exception:
         traceback.print_exc()

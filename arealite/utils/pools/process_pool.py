@@ -47,6 +47,24 @@ def never_import_script() -> None:
     _imports_script = False
 
 
+_preparations: list[Callable[[], object]] = []
+
+
+def prepare_workers(function: Callable[[], object]) -> None:
+    """Have the fork server call `function` before it forks workers.
+
+    Call it in a module that the fork server imports. It is for what is slow at its first use, which would else be part
+    of the first job of each worker, and of its deadline.
+    """
+    _preparations.append(function)
+
+
+def run_preparations() -> None:
+    """Call what `prepare_workers` was given, each function once."""
+    while _preparations:
+        _preparations.pop()()
+
+
 def fork_context(module: str) -> ForkServerContext:
     """Return a context that forks processes from a server with the script and `module` imported."""
     script = {k: v for k, v in spawn.get_preparation_data("").items() if k in _SCRIPT_KEYS}
