@@ -1,4 +1,4 @@
-"""Imported by the fork server: imports and prepares the owner's script and one module before it forks workers.
+"""Imported by the fork server: imports and prepares the owner's script and one module, for workers.
 
 `process_pool.fork_context` selects it. Python's own preloading ignores the script and `sys.path` before 3.12.8, so
 every worker would import the script, and torch with it, again.
