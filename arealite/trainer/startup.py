@@ -20,7 +20,7 @@ def take_startup_stats(trace: Trace, step_times: dict[str, float]) -> dict[str, 
     for phase in phases:
         trace.span(*phase, track="startup")
         seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
-    step = {name.removeprefix("time/"): took_s for name, took_s in step_times.items() if name != "time/step"}
+    step = {name[5:]: took_s for name, took_s in step_times.items() if name[:5] == "time/" and name != "time/step"}
     if "rollout" in step:
         # The trainer compiles before it waits.
         step["rollout"] -= seconds.get("compile", 0.0)
