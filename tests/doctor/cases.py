@@ -1,9 +1,8 @@
 """Twenty ways in which a run hangs or is slow, each with real processes: `python -m tests.doctor.cases NAME RUN_DIR`.
 
 A case starts the processes of a small run that fails in one way, makes the file RUN_DIR.ready once it does, and stays
-so until it is killed. `EXPECTED` names what the doctor must find. Staged, because the real thing needs a network or a
-whole job: the wait for a server in `dead_network` and `dead_server`, the load in `weight_update`, the launcher in
-`stopped_launcher`, the worker in `killed_worker`, the age of the file in `late_files`, the device in `full_disk`.
+so until it is killed. `EXPECTED` names what the doctor must find. Staged, because the real thing needs a file server:
+the age of the file in `late_files`, the device in `full_disk`.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ import os
 import re
 import resource
 import signal
-import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,17 +22,19 @@ import torch
 import torch.distributed as dist
 
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
-from arealite.api.workflow_api import RolloutWorkflow
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.weights import ServedWeights
 from arealite.reward.pool import RewardPool
 from arealite.utils import distributed
+from arealite.utils.network import free_port
 from arealite.utils.pools.call_pool import CallPool
 from arealite.utils.pools.process_pool import never_import_script, start_fork_server
-from arealite.utils.status.waits import waiting
 from arealite.utils.status.writer import FOLDER, RUN_ENV, status
 from arealite.utils.trace.tracing import part_of_episode
+from tests.doctor.run_parts import Network, Workflow, child, connect, play, start_server
 from tests.doctor.slow_calls import FOREVER_S, forever, hanging_score, slow_score
 
 EXPECTED = {
@@ -60,16 +61,6 @@ EXPECTED = {
 }
 
 
-class Workflow(RolloutWorkflow):
-    """An episode that awaits `play(row)`."""
-
-    def __init__(self, play: Any):
-        self.play = play
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
-        await self.play(data)
-
-
 class StubRollout(CollectingEngine):
     """A rollout engine without servers: episodes do everything themselves."""
 
@@ -79,22 +70,6 @@ class StubRollout(CollectingEngine):
     def update_weights(self, meta: Any) -> None: ...
 
     def initialize(self, *args: Any) -> None: ...
-
-
-def child(run_dir: Path, name: str, role: str, body: Any) -> int:
-    """Fork a process of the run, which sleeps after `body`; returns its pid once it has begun."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        if role == "trainer":
-            os.environ |= {"RANK": name.removeprefix("rank"), "WORLD_SIZE": "2"}
-        status.begin(run_dir, name, role)
-        os.write(writer, b"!")
-        body()
-        time.sleep(FOREVER_S)
-        os._exit(0)
-    os.read(reader, 1)
-    return pid
 
 
 def rollout(run_dir: Path, play: Any, count: int = 4, **config: Any) -> StubRollout:
@@ -126,25 +101,6 @@ def engine(model: str, **settings: Any) -> Engine:
 def requests(server: Engine, count: int, tokens: int) -> None:
     for i in range(count):
         server.submit(Request([5 + i, 6, 7], SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
-
-
-def listen(answers: bool) -> str:
-    """Listen at a free port; returns the address. Without answers, connections wait for ever."""
-    sock = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        while True:
-            connection, _ = sock.accept()
-            if answers:
-                connection.recv(4096)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-                connection.close()
-            else:
-                held.append(connection)
-
-    held: list[socket.socket] = []
-    threading.Thread(target=serve, daemon=True).start()
-    return "{}:{}".format(*sock.getsockname())
 
 
 async def forever_async(_: Any = None) -> None:
@@ -204,22 +160,6 @@ def full_disk(run_dir: Path, model: str) -> None:
     status._file_due = 0.0
     status.tick()
     status._file_due = float("inf")
-
-
-def dead_network(run_dir: Path, model: str) -> None:
-    address = listen(answers=False)
-
-    def serve() -> None:
-        status.facts["address"] = address
-        status.add("engine", lambda: {"running": 0, "weight_version": "0"})
-
-    child(run_dir, "server0", "server", serve)
-
-    async def play(row: dict[str, Any]) -> None:
-        with part_of_episode("generate", server=address):
-            await forever_async()
-
-    rollout(run_dir, play)
 
 
 def slow_server(run_dir: Path, model: str) -> None:
@@ -290,26 +230,6 @@ def stopped_rank(run_dir: Path, model: str) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-def dead_server(run_dir: Path, model: str) -> None:
-    def serve() -> None:
-        status.facts["address"] = "127.0.0.1:1"
-        engine(model, max_total_tokens=512)
-        status._file_due = 0.0
-        status.tick()
-
-    pid = child(run_dir, "server0", "server", serve)
-
-    async def play(row: dict[str, Any]) -> None:
-        with part_of_episode("generate", server="127.0.0.1:1"):
-            await forever_async()
-
-    rollout(run_dir, play)
-    while "127.0.0.1:1" not in (run_dir / FOLDER / "server0.json").read_text():
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
 def stuck_tool(run_dir: Path, model: str) -> None:
     prepare_workers(run_dir)
     pool = CallPool(2)
@@ -326,24 +246,6 @@ def stuck_agent(run_dir: Path, model: str) -> None:
         await asyncio.Event().wait()
 
     rollout(run_dir, think)
-
-
-def weight_update(run_dir: Path, model: str) -> None:
-    address = listen(answers=True)
-
-    def serve() -> None:
-        status.facts["address"] = address
-        server = engine(model, max_total_tokens=512)
-        server._updating.acquire()
-
-    child(run_dir, "server0", "server", serve)
-    status.begin(run_dir, "rank0", "trainer")
-
-    def update() -> None:
-        with waiting("load", "version 4", (address,)):
-            forever()
-
-    threading.Thread(target=update, daemon=True).start()
 
 
 def nothing_admitted(run_dir: Path, model: str) -> None:
@@ -373,13 +275,6 @@ def kv_full(run_dir: Path, model: str) -> None:
     status.begin(run_dir, "rank0", "trainer")
 
 
-def killed_worker(run_dir: Path, model: str) -> None:
-    pid = child(run_dir, "worker-1", "worker", forever)
-    status.begin(run_dir, "rank0", "trainer")
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
 def late_files(run_dir: Path, model: str) -> None:
     status.begin(run_dir, "rank0", "trainer")
     status._file_due = float("inf")
@@ -387,10 +282,51 @@ def late_files(run_dir: Path, model: str) -> None:
     os.utime(run_dir / FOLDER / "rank0.json", (then, then))
 
 
+def dead_network(run_dir: Path, model: str) -> None:
+    port = free_port()
+    network = Network(("127.0.0.1", port))
+    _, address = start_server(run_dir, model, port, address=network.address)
+    play(connect(run_dir, address))
+    network.is_dead.set()
+
+
+def dead_server(run_dir: Path, model: str) -> None:
+    pid, address = start_server(run_dir, model, free_port())
+    play(connect(run_dir, address))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def weight_update(run_dir: Path, model: str) -> None:
+    def hang() -> None:
+        # As if the file system of the weights hung.
+        ServedWeights.stage = lambda *args, **options: forever()  # type: ignore[method-assign,assignment]
+
+    _, address = start_server(run_dir, model, free_port(), before=hang)
+    made = connect(run_dir, address)
+    meta = WeightUpdateMeta("disk", model, 4)
+    threading.Thread(target=made.update_weights, args=(meta,), daemon=True).start()
+
+
+def killed_worker(run_dir: Path, model: str) -> None:
+    _, address = start_server(run_dir, model, free_port())
+    made = connect(run_dir, address, num_workers=1)
+    pool = made.executor.runner.pool
+    assert pool is not None
+    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+
+
 def stopped_launcher(run_dir: Path, model: str) -> None:
-    pid = child(run_dir, "node0", "launcher", forever)
-    status.begin(run_dir, "rank0", "trainer")
-    os.kill(pid, signal.SIGSTOP)
+    script = run_dir / "script.py"
+    script.write_text(f"import time\ntime.sleep({FOREVER_S})\n")
+    folder = run_dir.parent
+    names = [f"cluster.fileroot={folder.parent}", f"experiment_name={folder.name}", f"trial_name={run_dir.name}"]
+    command = [sys.executable, "-m", "arealite.launcher.local", str(script), *names, "allocation_mode=d1"]
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (run_dir / FOLDER / "node0.json").exists():
+        assert launcher.poll() is None, "the launcher has ended"
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGSTOP)
 
 
 if __name__ == "__main__":
