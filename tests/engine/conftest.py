@@ -38,3 +38,10 @@ def two_ranks():
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()

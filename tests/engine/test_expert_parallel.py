@@ -17,17 +17,10 @@ from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 from arealite.utils.model_config import check_experts
 from arealite.utils.routing import expert_blocks
-from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 from tests.engine.test_pipeline import check_like_one_rank
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.slow

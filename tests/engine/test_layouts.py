@@ -18,7 +18,7 @@ def _train(rank, path, layout, folder):
     engine = FSDPLMEngine(engine_config(path, max_tokens_per_mb=30), parallel)
     engine.initialize(SPEC)
     answers = []
-    for step in range(3):
+    for step in range(2):
         batch = random_batch(LENGTHS, seed=step)
         if parallel.data == 2:
             batch = select_rows(batch, [[0, 1, 2, 3, 4, 5], [6, 7]][engine.layout.dp_rank])
@@ -32,13 +32,6 @@ def _train(rank, path, layout, folder):
     engine.load(exported)
     answers.append([engine.train_lm(batch)["loss"], 0.0, 0.0])
     return answers
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize(
@@ -66,4 +59,4 @@ def check_like_one_rank(path, ranks, tmp_path, layout):
     one = FSDPLMEngine(engine_config(path, max_tokens_per_mb=30))
     one.initialize(SPEC)
     one.load(SaveLoadMeta(str(tmp_path / layout), "dcp", with_optim=True))
-    assert one.train_lm(random_batch(LENGTHS, seed=2))["loss"] == pytest.approx(expected[3, 0].item(), rel=1e-5)
+    assert one.train_lm(random_batch(LENGTHS, seed=1))["loss"] == pytest.approx(expected[2, 0].item(), rel=1e-5)

@@ -11,7 +11,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
-from tests.engine.engine_testing import MODELS, SPEC, Ranks, engine_config, random_batch
+from tests.engine.engine_testing import MODELS, SPEC, engine_config, random_batch
 from tests.engine.test_expert_parallel import update_policy
 from tests.engine.test_pipeline import check_like_one_rank
 
@@ -26,13 +26,6 @@ def four_layers(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("four_layers"))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])

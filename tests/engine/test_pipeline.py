@@ -22,7 +22,7 @@ from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss
 from arealite.utils.data import num_trained_tokens, select_rows
 from arealite.utils.model_config import STAGED_FAMILIES, check_layout_of
-from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 from tests.engine.test_families import FAMILIES, SIZES
 
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
@@ -111,13 +111,6 @@ def test_two_pipeline_ranks_train_like_one(two_ranks, four_layers, tmp_path, kin
 def test_adapters_on_stages_train_like_on_one_rank(two_ranks, four_layers, tmp_path):
     pytest.importorskip("peft")
     check_like_one_rank(two_ranks, four_layers["tied"], "p2", 2, tmp_path, lora_rank=4)
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import torch
 from arealite.engine.fsdp.packed_attention import Buckets
 from arealite.engine.fsdp.ring import _piece, is_uneven, plan_ring
 from arealite.engine.fsdp.shared_prefix import SegmentPlan
-from tests.engine.engine_testing import Ranks
 from tests.engine.test_pipeline import check_like_one_rank
 
 
@@ -58,13 +57,6 @@ def test_ranks_together_compute_the_attention_of_one(lengths, window):
         keys, values = (torch.cat([pieces[r].take(x) for r in ranks]) for x in (key, value))
         found = Buckets(plan).attend(piece.take(query), keys, values, None, window)
         torch.testing.assert_close(found, piece.take(expected))
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.slow

@@ -15,16 +15,9 @@ from arealite.utils.data import select_rows
 from arealite.utils.network import free_port
 from arealite.weights.stream import publish
 from arealite.weights.sync import sync_weights
-from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 from tests.engine.test_fleet import is_open, until
 from tests.server_process import server_process
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

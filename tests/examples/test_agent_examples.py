@@ -4,11 +4,9 @@ import asyncio
 import contextlib
 import importlib
 import json
-import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import openai
@@ -17,6 +15,7 @@ import pytest
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import ConfigError
 from arealite.workflow.openai import AgentWorkflow
+from tests import warm_python
 from tests.agents.stub_engine import StubEngine
 from tests.chat_templates import make_chat_tokenizer
 
@@ -114,11 +113,12 @@ def test_the_client_of_the_documentation_feeds_online_training(model_path, tmp_p
         "cluster.fileroot": tmp_path,
         "workflow_args.port": port,
     }
-    command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / "online_agents.py")]
+    command = ["-m", "arealite.launcher.local", str(EXAMPLES / "online_agents.py")]
     command += ["--config", str(ONLINE_CONFIG), *(f"{key}={value}" for key, value in keys.items())]
     log, num_sessions = tmp_path / "log", 0
     with log.open("w") as out:
-        run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out, stderr=out)
+        output = out.fileno()
+        run = warm_python.start(command, stdout=output, stderr=output)
     try:
         while run.poll() is None:
             try:

@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from arealite.api.errors import ConfigError, RecordError
 from arealite.cli.replay import main
+from tests import warm_python
 
 SCRIPT = """
 from arealite.api.cli_args import GRPOConfig
@@ -49,10 +49,9 @@ launcher: {threads_per_process: 1}
 
 def run(*argv: str, cwd: Path) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-P", *argv]
-    return subprocess.run(
-        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
-    )
+    process = warm_python.start(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(argv, process.wait(), output)
 
 
 def replay(folder: Path, *argv: str) -> tuple[int, str]:
