@@ -19,6 +19,7 @@ from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import health_problem, prepare_server
 from arealite.launcher.supervisor import Child, ChildSpec, Supervisor
 from arealite.utils.network import free_port
+from tests import warm_python
 from tests.tiny_model import make_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "servers"
@@ -114,6 +115,9 @@ def start_servers(supervisor: Supervisor, backend: str, model: Path, logs: Path,
     for index in range(count):
         port = free_port()
         command = BACKENDS[backend].command(config, port)
+        if backend == "embedded":
+            warm_python.prepare()
+            command[1:1] = ["-E", "-S", warm_python.__file__, "--run"]
         env = {"OMP_NUM_THREADS": "1", **prepare_server(config, backend)}
         spec = ChildSpec(f"{backend}{index}", command, logs / f"{backend}{index}.log", env)
         servers.children.append(supervisor.start(spec))
