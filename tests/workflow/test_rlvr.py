@@ -11,6 +11,7 @@ from arealite.api.errors import DatasetError, RewardError
 from arealite.api.io_struct import ModelResponse
 from arealite.reward.pool import RewardPool
 from arealite.workflow.rlvr import RLVRWorkflow
+from tests import warm_python
 
 
 class FixedEngine:
@@ -91,7 +92,6 @@ import asyncio
 from multiprocessing import forkserver
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.workflow.rlvr import RLVRWorkflow
-from tests import warm_python
 
 def reward(**data):
     return 1.0
