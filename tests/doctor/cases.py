@@ -313,7 +313,9 @@ def killed_worker(run_dir: Path, model: str) -> None:
     made = connect(run_dir, address, num_workers=1)
     pool = made.executor.runner.pool
     assert pool is not None
-    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    pid = pool._workers[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
 
 
 def stopped_launcher(run_dir: Path, model: str) -> None:
