@@ -20,15 +20,19 @@ from arealite.dataset.streamed import map_lazily, open_streamed
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder or a hub name. Raises `ConfigError`."""
+    advice = (
+        f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and tokenizer_config.json) "
+        "or a hub name as tokenizer_path=…, or as the model's path. "
+    )
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and "
-            "tokenizer_config.json) or a hub name as tokenizer_path=…, or as the model's path. transformers says: "
-            f"{reason}"
-        ) from error
+        raise ConfigError(f"{advice}transformers says: {reason}") from error
+    # For a folder with config.json alone transformers makes one that knows special tokens only.
+    if len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
+        raise ConfigError(f"{advice}There is none: transformers made one with a vocabulary of {len(tokenizer)}")
+    return tokenizer
 
 
 def tokenize_sft(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> Row:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from arealite.api.errors import DatasetError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.named_code import load_object
 from arealite.api.rollout_api import Environment, Step
 
@@ -29,8 +29,12 @@ class GymnasiumEnvironment(Environment):
         **kwargs: Any,
     ):
         if isinstance(env, str):
-            import gymnasium
-
+            try:
+                import gymnasium
+            except ImportError as error:
+                raise ConfigError(
+                    f"the environment {env} needs gymnasium ({error}): pip install 'arealite[gym]'"
+                ) from None
             env = gymnasium.make(env, **kwargs)
         self.env = env
         self.to_text = load_object(to_text, "to_text") if isinstance(to_text, str) else to_text

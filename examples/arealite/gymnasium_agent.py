@@ -1,5 +1,6 @@
 """GRPO in an environment of gymnasium: the model walks over a frozen lake, one move in each turn.
 
+    pip install 'arealite[gym]'
     python -m arealite.launcher.local examples/arealite/gymnasium_agent.py \
         --config examples/arealite/configs/gymnasium_agent.yaml actor.path=/path/to/model
 
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     lake = functools.partial(GymnasiumEnvironment, "FrozenLake-v1", to_text, to_action, is_slippery=False)
+    lake().close()  # an environment that cannot be made ends the run here, not each of its episodes
     agent = functools.partial(ChatAgent, system_prompt=RULES)
     workflow = AgenticWorkflow(lake, config.gconfig, tokenizer, make_agent=agent, max_turns=12)
     # A row has the seed of its map's player; all rows of this lake begin at the same field.

@@ -12,14 +12,20 @@ import asyncio
 import ssl
 from typing import Any
 
-import openai
-
 from arealite.api.cli_args import GRPOConfig
+from arealite.api.errors import ConfigError
 from arealite.dataset import get_gsm8k_rl, load_tokenizer
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.trainer.ppo import PPOTrainer
 from arealite.utils.config import load_config, run_main
 from arealite.workflow.openai import AgentWorkflow
+
+try:
+    import openai
+except ImportError as error:
+    MISSING: ImportError | None = error
+else:
+    MISSING = None
 
 # A client would make one of its own, which takes 20 ms or more and stops the event loop.
 TLS = ssl.create_default_context()
@@ -41,6 +47,8 @@ async def solve_and_check(row: dict[str, Any], base_url: str, api_key: str) -> f
 
 
 def main(argv: list[str]) -> None:
+    if MISSING is not None:
+        raise ConfigError(f"this example needs the client of OpenAI ({MISSING}): pip install openai")
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     rows = list(get_gsm8k_rl(config.train_dataset, tokenizer))

@@ -237,3 +237,11 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=rf"cannot load a tokenizer from {tmp_path}: .*tokenizer_path"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gemma"])
+def test_a_model_folder_without_tokenizer_is_refused(tmp_path, kind):
+    """For these transformers makes a tokenizer that knows special tokens only."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ConfigError, match=r"cannot load a tokenizer from .* There is none"):
+        load_tokenizer(str(tmp_path))

@@ -83,6 +83,22 @@ def test_without_the_sdk_the_message_says_what_to_install(agents_sdk, monkeypatc
         agents_sdk.main([])
 
 
+def test_without_the_client_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    openai_agent = importlib.import_module("openai_agent")
+    monkeypatch.setattr(openai_agent, "MISSING", ImportError("No module named 'openai'"))
+    with pytest.raises(ConfigError, match=r"No module named 'openai'.*pip install openai"):
+        openai_agent.main([])
+
+
+def test_without_gymnasium_the_run_ends_before_its_first_episode(monkeypatch, model_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    config = EXAMPLES / "configs" / "gymnasium_agent.yaml"
+    with pytest.raises(ConfigError, match=r"FrozenLake-v1 needs gymnasium.*pip install 'arealite\[gym\]'"):
+        importlib.import_module("gymnasium_agent").main(["--config", str(config), f"actor.path={model_path}"])
+
+
 @pytest.mark.parametrize(
     ("override", "token", "words"),
     [("rollout.num_workers=2", ADMIN, "set rollout.num_workers=0"), ("seed=1", "", "set AREALITE_ADMIN_TOKEN")],
