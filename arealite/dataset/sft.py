@@ -18,8 +18,11 @@ from arealite.dataset.rows import load_dataset
 from arealite.dataset.streamed import map_lazily, open_streamed
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local folder or a hub name. Raises `ConfigError`."""
+def load_tokenizer(path: str, for_chat: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a local folder or a hub name. Raises `ConfigError`.
+
+    `for_chat`: it must have a chat template, because an agent or a workflow sends messages.
+    """
     advice = (
         f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and tokenizer_config.json) "
         "or a hub name as tokenizer_path=…, or as the model's path. "
@@ -32,6 +35,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     # For a folder with config.json alone transformers makes one that knows special tokens only.
     if len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
         raise ConfigError(f"{advice}There is none: transformers made one with a vocabulary of {len(tokenizer)}")
+    if for_chat and not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {path} has no chat template, and messages are sent here: use an instruct model, or set "
+            "tokenizer_path=… to the tokenizer of one"
+        )
     return tokenizer
 
 

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     if MISSING is not None:
         raise ConfigError(f"this example needs the OpenAI Agents SDK ({MISSING}): pip install 'arealite[agents]'")
     config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, for_chat=True)
     rows = list(get_gsm8k_rl(config.train_dataset, tokenizer))
     PPOTrainer(config, rows, tokenizer).train(AgentWorkflow(solve, config.gconfig, tokenizer))
 

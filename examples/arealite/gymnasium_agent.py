@@ -44,7 +44,7 @@ def to_action(text: str, env: Any) -> int:
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, for_chat=True)
     lake = functools.partial(GymnasiumEnvironment, "FrozenLake-v1", to_text, to_action, is_slippery=False)
     lake().close()  # an environment that cannot be made ends the run here, not each of its episodes
     agent = functools.partial(ChatAgent, system_prompt=RULES)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     if MISSING is not None:
         raise ConfigError(f"this example needs the client of OpenAI ({MISSING}): pip install openai")
     config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, for_chat=True)
     rows = list(get_gsm8k_rl(config.train_dataset, tokenizer))
     # A turn that leads to a right answer sooner is worth more.
     workflow = AgentWorkflow(solve_and_check, config.gconfig, tokenizer, turn_discount=0.95)

@@ -31,7 +31,7 @@ def make_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, for_chat=True)
     rows = load_dataset(config.train_dataset)
     contexts = dict.fromkeys(str(row["context"]) for row in rows)
     corpus = BM25Index.from_texts({f"Passage {i}": text for i, text in enumerate(contexts)})

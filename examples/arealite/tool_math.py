@@ -17,7 +17,7 @@ from arealite.workflow.tools import ToolWorkflow
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, for_chat=True)
     workflow = ToolWorkflow(gsm8k_reward, config.gconfig, tokenizer, tools=[python], max_turns=4)
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)
     valid_rows = {name: get_gsm8k_rl(data, tokenizer) for name, data in config.validation_sets.items()}

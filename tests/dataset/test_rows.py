@@ -14,6 +14,7 @@ from arealite.api.cli_args import DatasetConfig, SFTConfig, ValidationDatasetCon
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.dataset import load_dataset, load_tokenizer, map_rows, require_columns, require_text
 from arealite.utils.config import load_config
+from tests.tiny_model import make_tokenizer
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "é", "a": None}]
 
@@ -245,3 +246,14 @@ def test_a_model_folder_without_tokenizer_is_refused(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ConfigError, match=r"cannot load a tokenizer from .* There is none"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_for_chat_needs_a_template(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "chat")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    assert load_tokenizer(str(tmp_path / "chat"), for_chat=True).chat_template
+    load_tokenizer(str(tmp_path / "plain"))
+    with pytest.raises(ConfigError, match=r"plain has no chat template.*instruct model"):
+        load_tokenizer(str(tmp_path / "plain"), for_chat=True)
