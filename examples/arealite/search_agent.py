@@ -11,7 +11,7 @@ BM25 as the search engine. The reward asks for the answer in the last line.
 from typing import Any
 
 from arealite.api.cli_args import GRPOConfig
-from arealite.dataset import load_dataset, load_tokenizer
+from arealite.dataset import load_dataset, load_tokenizer, map_rows, require_columns
 from arealite.env.search import BM25Index
 from arealite.reward.qa import qa_reward
 from arealite.trainer.ppo import PPOTrainer
@@ -23,6 +23,7 @@ PROMPT = "Answer the question. Search before you answer. End with a line that ha
 
 def make_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row for the workflow: messages, and the accepted answers."""
+    require_columns(row, "question", "context", "answer" if "answer" in row else "answers")
     answers = row.get("answer") or row["answers"]
     # SQuAD: {"text": [...], "answer_start": [...]}
     accepted = answers["text"] if isinstance(answers, dict) else answers
@@ -33,10 +34,11 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path, for_chat=True)
     rows = load_dataset(config.train_dataset)
+    prepared = map_rows(rows, make_row, config.train_dataset.path)
     contexts = dict.fromkeys(str(row["context"]) for row in rows)
     corpus = BM25Index.from_texts({f"Passage {i}": text for i, text in enumerate(contexts)})
     workflow = ToolWorkflow(qa_reward, config.gconfig, tokenizer, tools=[corpus.search], max_turns=3)
-    PPOTrainer(config, [make_row(row) for row in rows], tokenizer).train(workflow)
+    PPOTrainer(config, prepared, tokenizer).train(workflow)
 
 
 if __name__ == "__main__":

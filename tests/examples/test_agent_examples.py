@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.workflow.openai import AgentWorkflow
 from tests import warm_python
 from tests.agents.stub_engine import StubEngine
@@ -97,6 +97,13 @@ def test_without_gymnasium_the_run_ends_before_its_first_episode(monkeypatch, mo
     config = EXAMPLES / "configs" / "gymnasium_agent.yaml"
     with pytest.raises(ConfigError, match=r"FrozenLake-v1 needs gymnasium.*pip install 'arealite\[gym\]'"):
         importlib.import_module("gymnasium_agent").main(["--config", str(config), f"actor.path={model_path}"])
+
+
+def test_questions_without_context_are_refused(monkeypatch, model_path, gsm8k_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = ["--config", str(EXAMPLES / "configs" / "search_agent.yaml"), f"actor.path={model_path}"]
+    with pytest.raises(DatasetError, match=r"row 1: it needs the columns question, context, answer; it lacks context"):
+        importlib.import_module("search_agent").main([*arguments, f"train_dataset.path={gsm8k_path}"])
 
 
 @pytest.mark.parametrize(
