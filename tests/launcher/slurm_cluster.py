@@ -1,4 +1,7 @@
-"""A Slurm cluster of several nodes on this machine, for tests: real munged, slurmctld and slurmd in a folder."""
+"""A Slurm cluster of several nodes, for tests: real munged, slurmctld and slurmd in a folder.
+
+Its nodes are on this machine, with one address, or each is one of the machines of `tests.machines`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from arealite.utils.network import free_port
+from tests.machines import Machine
 
 CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -44,8 +49,7 @@ AccountingStorageType=accounting_storage/none
 KillWait=2
 MailProg=/bin/true
 GresTypes=gpu
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 \\
-    RealMemory=4000 Gres=gpu:8 State=UNKNOWN
+{node_lines}
 PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -61,8 +65,8 @@ def why_not() -> str | None:
 class SlurmCluster:
     """Start with `with SlurmCluster(folder) as cluster`; client commands need `cluster.env`."""
 
-    def __init__(self, folder: Path, nodes: int = 4):
-        self.folder, self.nodes = folder, nodes
+    def __init__(self, folder: Path, nodes: int = 4, machines: Sequence[Machine] = ()):
+        self.folder, self.nodes, self.machines = folder, len(machines) or nodes, machines
         self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
         self._owns_munge = False
 
@@ -73,20 +77,26 @@ class SlurmCluster:
             folder.mkdir(parents=True)
         for i in range(8):
             subprocess.run(["mknod", str(devices / f"nvidia{i}"), "c", "1", "3"], check=True)
-        first = self._free_range()
+        first, here = self._free_range(), (socket.gethostname(), "127.0.0.1")
+        places = [(machine.name, machine.address) for machine in self.machines] or [here] * self.nodes
+        lines = [
+            f"NodeName=n{i + 1} NodeHostname={host} NodeAddr={address} Port={first + i} CPUs=8 RealMemory=4000 "
+            "Gres=gpu:8 State=UNKNOWN"
+            for i, (host, address) in enumerate(places)
+        ]
         values = {
-            "host": socket.gethostname(),
+            "host": places[0][0],
+            "address": places[0][1],
             "folder": self.folder,
             "nodes": self.nodes,
             "port": free_port(),
-            "first": first,
-            "last": first + self.nodes - 1,
+            "node_lines": "\n".join(lines),
         }
         (self.folder / "slurm.conf").write_text(CONF.format(**values))
         (self.folder / "gres.conf").write_text(f"NodeName=n[1-{self.nodes}] Name=gpu File={devices}/nvidia[0-7]\n")
         self._daemon("slurmctld", "-f", self.env["SLURM_CONF"])
         for i in range(self.nodes):
-            self._daemon("slurmd", "-f", self.env["SLURM_CONF"], "-N", f"n{i + 1}")
+            self._daemon("slurmd", "-f", self.env["SLURM_CONF"], "-N", f"n{i + 1}", node=i)
         self._wait_idle()
         return self
 
@@ -119,11 +129,17 @@ class SlurmCluster:
             self._daemon("slurmctld", "-f", self.env["SLURM_CONF"])
 
     def client(self, *command: str) -> str:
-        env = {**os.environ, **self.env}
-        return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=True).stdout
+        """Return what a command of Slurm prints on the first node."""
+        return self._run(0, *command, text=True, capture_output=True).stdout
 
-    def _daemon(self, *command: str) -> None:
-        subprocess.run(command, env={**os.environ, **self.env}, check=True, timeout=60)
+    def _daemon(self, *command: str, node: int = 0) -> None:
+        self._run(node, *command)
+
+    def _run(self, node: int, *command: str, **options: Any) -> subprocess.CompletedProcess:
+        options |= {"preexec_fn": self.machines[node].enter} if self.machines else {}
+        # Not in the working directory of a test, where processes are looked for that a job has left.
+        env = {**os.environ, **self.env}
+        return subprocess.run(command, env=env, cwd=self.folder, check=True, timeout=60, **options)
 
     def _wait_idle(self, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -28,12 +28,14 @@ class Laggards:
         times.append(seconds)
         for address in set(self._times) - set(self._router.servers):
             del self._times[address]
-        before, server.slow = server.slow, ""
         others = [min(known) for address, known in self._times.items() if address != server.address]
         if not others or len(times) < NUM_MEASUREMENTS or min(times) <= max(MIN_SLOW_S, SLOW_TIMES * median(others)):
+            server.slow = ""
             return ""
+        was_slow = bool(server.slow)
+        # Assigned once: the status of the run is written by another thread.
         server.slow = (
             f"a health check takes {min(times):.2g} s, with other servers {median(others):.2g} s: its network is slow, "
             "or its machine is busy"
         )
-        return "" if before else f"{server.address} is slow: {server.slow}"
+        return "" if was_slow else f"{server.address} is slow: {server.slow}"
