@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import openai

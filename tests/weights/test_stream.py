@@ -1,14 +1,16 @@
 """Weights in a stream: any layout to any other, in a tree, with changes alone, without a whole model anywhere."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from arealite.api.errors import WeightUpdateError
 from arealite.weights.fingerprint import fingerprints
-from arealite.weights.stream import board, pieces, publish
+from arealite.weights.stream import board, pieces, publish, receive
 from arealite.weights.stream.pieces import Box, decode_changes, encode_changes, find_changes, move_indices
 from arealite.weights.stream.publish import Publisher, StreamTransport
 from arealite.weights.stream.receive import Receiver, Wanted
@@ -245,6 +247,75 @@ def test_other_models_wrong_keys_and_old_versions_are_refused(trainer, monkeypat
         Receiver(order.__class__(**{**vars(order), "key": "x" * 32}), wanted, None, 0, 1).run()
     with pytest.raises(WeightUpdateError, match="version 2 is published, not 1"):
         Receiver(order.__class__(**{**vars(order), "version": 1}), wanted, None, 0, 1).run()
+
+
+def test_a_publication_that_breaks_off_is_not_read_and_not_a_base(trainer, monkeypatch):
+    server = Server(1)
+    trainer.publish(1, with_changes=True)
+    update(trainer, [server])
+    trainer.tensors["norm"][3] = 5.0
+
+    def break_off():
+        yield from list(Owner.local_weights(trainer.owners[0]))[:1]
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(trainer.owners[0], "local_weights", break_off, raising=False)
+        trainer.publish(2, with_changes=True)
+    (order,) = trainer.ranks[0].orders(["0"]).values()
+    with pytest.raises(WeightUpdateError, match="version 2 was published in part only"):
+        Receiver(order, server.wanted(0, {}), None, 0, 1).run()
+    trainer.publish(3, with_changes=True)
+    assert trainer.ranks[0].board.base is None
+    update(trainer, [server])
+    check(trainer, [server])
+
+
+def test_a_source_is_connected_when_its_turn_has_come(trainer, monkeypatch):
+    """One that waits behind others would be silent for longer than sources are patient."""
+    num_open = [0]
+
+    class Counted(board.Connection):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            num_open.append(num_open[-1] + 1)
+
+        def close(self):
+            super().close()
+            num_open.append(num_open[-1] - 1)
+
+    monkeypatch.setattr(receive, "Connection", Counted)
+    monkeypatch.setattr(receive, "_MAX_CONNECTIONS", 1)
+    server = Server(1)
+    trainer.publish(1)
+    update(trainer, [server])
+    check(trainer, [server])
+    assert max(num_open) == 1 and num_open[-1] == 0
+
+
+def test_children_do_not_wait_for_a_server_with_an_unexpected_error(trainer, monkeypatch):
+    trainer.publish(1)
+    order = trainer.ranks[0].orders(["0", "1"])["0"]
+    receiver = Receiver(order, Server(1).wanted(0, {}), None, 0, 1)
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(receiver, "_take", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        receiver.run()
+    assert "has failed" in receiver.board.failure
+    with pytest.raises(OSError, match="refused"):
+        board.Connection(receiver.server.address, order.key)
+
+
+def test_a_server_that_joins_leaves_the_orders_of_others(trainer, monkeypatch):
+    trainer.publish(1)
+    monkeypatch.setitem(publish._publishers, "here", trainer.ranks[0])
+    transport = StreamTransport("here")
+    for address in ("a", "b"):
+        asyncio.run(transport.connect(None, [SimpleNamespace(address=address)]))
+    assert {address: order.round for address, order in transport._orders.items()} == {"a": 1, "b": 2}
 
 
 def test_fingerprints_come_from_samples_of_the_shards(trainer, monkeypatch):

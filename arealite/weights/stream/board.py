@@ -105,8 +105,10 @@ class Board:
         with self.change:
             if not self.change.wait_for(lambda: self._num_readers == 0, TIMEOUT_S):
                 raise WeightUpdateError(f"servers still read version {self.version} after {TIMEOUT_S:.0f} s")
+            # If the block raises, the pieces are of two versions: nobody may read them.
+            self.failure = f"version {version} was published in part only"
             yield
-            self.version, self.base = version, base
+            self.failure, self.version, self.base = "", version, base
             self.change.notify_all()
 
     def add(self, unit: Unit, count: int, changed: torch.Tensor | None) -> None:

@@ -96,7 +96,9 @@ class Publisher:
         """Copy this rank's shards to the host. Called by all ranks; the first call is collective."""
         if self.server is None:
             self._start(owner)
-        base = self.board.version if with_changes and self.board.version >= 0 else None
+        # After a failure the pieces are no version, so changes of them would be wrong.
+        is_known = self.board.version >= 0 and not self.board.failure
+        base = self.board.version if with_changes and is_known else None
         with self.board.writing(version, base), torch.no_grad():
             for name, _, _, shard in owner.local_weights():
                 piece = self.board.pieces.get(name)
@@ -251,7 +253,8 @@ class StreamTransport(Transport):
     async def connect(self, client: WeightClient[T], servers: Sequence[T]) -> None:
         publisher = self._publisher
         publisher.hub.begin(publisher.board.version)
-        self._orders = publisher.orders([server.address for server in servers])
+        # A server may join while others still load.
+        self._orders |= publisher.orders([server.address for server in servers])
 
     async def load(self, client: WeightClient[T], server: T, meta: WeightUpdateMeta) -> None:
         try:

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,7 +78,7 @@ class Receiver:
 
     def run(self) -> dict[str, torch.Tensor]:
         """Return the parts of all tensors once they are there."""
-        order = self.order
+        order, is_complete = self.order, False
         try:
             parent = None
             if order.parent is not None:
@@ -92,15 +91,15 @@ class Receiver:
                     self.board.restart()
             self._pull(list(order.sources))
             self._ask_hub("report", member=order.member, **self._report())
+            is_complete = True
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = f"the stream of version {order.version} broke off: {error!r}. The old weights are still served"
-            self.board.fail(problem)
-            self.close()
             raise WeightUpdateError(problem) from error
-        except WeightUpdateError as error:
-            self.board.fail(str(error))
-            self.close()
-            raise
+        finally:
+            if not is_complete:
+                # Children must not wait for what will never come.
+                self.board.fail(f"the server that should send version {order.version} has failed")
+                self.close()
         if self.server is not None:
             threading.Thread(target=self._serve_children, name="weight stream", daemon=True).start()
         return {name: piece.tensor for name, piece in self.board.pieces.items()}
@@ -123,14 +122,18 @@ class Receiver:
         """Pull what is still missing from these addresses."""
         if self.board.pieces and not any(unit.missing > 0 for _, unit in self._units()):
             return
-        with ExitStack() as stack, ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="weight pull") as pool:
-            connections = [stack.enter_context(Connection(address, self.order.key)) for address in addresses]
-            layouts = [c.ask("layout", version=self.order.version) for c in connections]
-            if not self.board.pieces:
-                self._prepare(layouts)
-                self._listen(connections[0].local_host)
-            plans = [self._plan(layout["pieces"]) for layout in layouts]
-            futures = [pool.submit(self._pull_from, *pair) for pair in zip(connections, plans, strict=True)]
+        layouts, own_host = [], ""
+        for address in addresses:
+            with Connection(address, self.order.key) as source:
+                layouts.append(source.ask("layout", version=self.order.version))
+                own_host = own_host or source.local_host
+        if not self.board.pieces:
+            self._prepare(layouts)
+            self._listen(own_host)
+        plans = [self._plan(layout["pieces"]) for layout in layouts]
+        # A source gives up a silent connection, so each is opened when its turn has come.
+        with ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="weight pull") as pool:
+            futures = [pool.submit(self._pull_from, *pair) for pair in zip(addresses, plans, strict=True)]
             for future in futures:
                 future.result()
         lacking = next((name for name, unit in self._units() if unit.missing > 0), None)
@@ -179,15 +182,16 @@ class Receiver:
                     plan.append((name, number, unit, box))
         return plan
 
-    def _pull_from(self, source: Connection, plan: list[tuple[str, int, Unit, Box]]) -> None:
+    def _pull_from(self, address: str, plan: list[tuple[str, int, Unit, Box]]) -> None:
         boxes = [[name, number, *map(list, box)] for name, number, _, box in plan]
-        source.tell("pull", version=self.order.version, base=self.board.base, boxes=boxes)
-        for name, _, unit, box in plan:
-            header = source.read()
-            self._take(source, self.board.pieces[name], unit, box, int(header["mode"]), int(header["size"]))
-        source.tell("done")
+        with Connection(address, self.order.key) as source:
+            source.tell("pull", version=self.order.version, base=self.board.base, boxes=boxes)
+            for name, _, unit, box in plan:
+                header = source.read()
+                self._take(source, self.board.pieces[name], unit, box, int(header["mode"]), int(header["size"]))
+            source.tell("done")
         with self._lock:
-            self.received[source.address] = self.received.get(source.address, 0) + source.num_bytes
+            self.received[address] = self.received.get(address, 0) + source.num_bytes
 
     def _take(self, source: Connection, piece: Piece, unit: Unit, box: Box, mode: int, size: int) -> None:
         """Receive one part of a unit into its place."""
