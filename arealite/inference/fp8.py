@@ -49,6 +49,15 @@ def divide(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (x.float() / scales).to(FP8)
 
 
+def multiply(x: Quantized, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the product of activations and a weight [N, K] with scales [N], plus `bias`, in bfloat16."""
+    if not weight.is_cuda:  # torch for x86 CPUs takes one scale for all rows only
+        wide = (x.values.float() * x.scales) @ (weight.float() * scale[:, None]).t()
+        return (wide if bias is None else wide + bias).to(WIDE)
+    scales = {"scale_a": x.scales, "scale_b": scale[None]}
+    return torch._scaled_mm(x.values, weight.t(), bias=bias, out_dtype=WIDE, use_fast_accum=True, **scales)
+
+
 class Fp8Linear(nn.Module):
     """A linear layer with its weight in FP8.
 
@@ -96,16 +105,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor:
         if not isinstance(x, Quantized):  # the model's own forward pass, which the fused one is compared with
             return self(quantize(x.flatten(0, -2))).unflatten(0, x.shape[:-1])
-        bias = None if self._sum_ranks else self.bias
-        out = torch._scaled_mm(
-            x.values,
-            self.weight.t(),
-            scale_a=x.scales,
-            scale_b=self.scale[None],
-            bias=bias,
-            out_dtype=WIDE,
-            use_fast_accum=True,
-        )
+        out = multiply(x, self.weight, self.scale, None if self._sum_ranks else self.bias)
         if self._sum_ranks is None:
             return out
         out = self._sum_ranks(out)
