@@ -2,19 +2,21 @@
 
     python examples/arealite/five_lines.py [STEPS]
 
-The model and its rows are made on the spot (`reverse.py`). Put a model of the hub, rows and a reward of your own in
-their place; docs/python-api.md has the arguments.
+The model and its rows are made on the spot (`reverse.py`), and worked examples teach it the task a little (`demo.py`).
+Put a model of the hub, rows and a reward of your own in their place; docs/python-api.md has the arguments.
 """
 
 import sys
 from pathlib import Path
 
+from demo import supervise
 from reverse import make_model, make_rows
 
 from arealite import GRPOTrainer
 
 folder = Path("runs") / "five_lines"
-make_model(folder / "model", seed=1)
+make_model(folder / "random", seed=1)
+supervise(folder / "random", folder / "model", seed=1)
 
 
 def letters_in_place(completion, answer, **data):
@@ -28,8 +30,8 @@ trainer = GRPOTrainer(
     reward_fn=letters_in_place,
     output_dir=folder,
     max_steps=int(sys.argv[1]) if len(sys.argv) > 1 else 60,
-    # A model of 0.4M random parameters takes larger steps than a pretrained one.
-    learning_rate=3e-3,
+    # A model of 0.4M parameters takes larger steps than a pretrained one.
+    learning_rate=3e-4,
     max_completion_length=7,
     config={"train_dataset": {"batch_size": 32}, "actor": {"max_update_kl": 0.05}, "server": {"context_length": 64}},
 )
