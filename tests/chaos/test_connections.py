@@ -100,6 +100,8 @@ def test_slow_cut_and_garbled_connections_lose_no_request(model_path, connect): 
             proxy.close()
 
 
+# The tests of the executor do it with 5,000.
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_many_queued_episodes(monkeypatch, count):
     config = InferenceEngineConfig(max_concurrent_rollouts=20000, max_head_offpolicyness=1 << 20, batch_timeout_s=120)

@@ -194,7 +194,7 @@ def test_more_workers_start_while_jobs_that_have_not_ended_are_blocked():
 
 def test_very_short_jobs_do_not_start_more_workers(pool):
     async def main():
-        await asyncio.gather(*(pool.run(sample_rewards.length, rows("x")) for _ in range(5000)))
+        await asyncio.gather(*(pool.run(sample_rewards.length, rows("x")) for _ in range(1500)))
         return len(pool._workers)
 
     assert asyncio.run(main()) == 2
