@@ -8,7 +8,7 @@ import pytest
 
 from tests.launcher.conftest import wait_until_gone
 from tests.launcher.slurm_cluster import SlurmCluster, why_not
-from tests.machines import machines
+from tests.machines import ROOT, machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(200)]
 
@@ -29,7 +29,7 @@ def test_a_job_over_machines_with_addresses_of_their_own(slurm_machines, work, a
         ["-m", "arealite.launcher.slurm", "script.py", *arguments(*more, mode="sglang.d1p1t1+d1p1t1")],
         warm=False,
         cwd=work,
-        env={**os.environ, **slurm_machines.env},
+        env={**os.environ, **slurm_machines.env, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
