@@ -40,7 +40,7 @@ def two_ranks():
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks():
     ranks = Ranks(4)
     yield ranks
