@@ -33,7 +33,7 @@ def noisy_model_dirs(tmp_path_factory):
     return {kind: make_model(root / kind, kind) for kind in NOISY_MODELS}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks():
     ranks = Ranks(2)
     yield ranks

@@ -1,12 +1,9 @@
 """What the engine tests share: tiny models, random batches, and `run_ranks`."""
 
-import gc
 import os
 import pickle
-import shutil
 import socket
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Listener, wait
@@ -27,8 +24,6 @@ from transformers import (
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
-from arealite.utils import distributed
-from arealite.utils.process import STORE_ENV
 from tests import warm_python
 from tests.machines import Machine
 
@@ -124,17 +119,13 @@ def random_batch(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Ranks:
-    """Gloo ranks in processes of their own that stay alive between tests; evenly on `machines`, if given.
-
-    The ranks of one machine leave their groups after each call: the threads of each gloo group wake up 100 times a
-    second, and ranks with the groups of 100 tests would need a tenth of a core for nothing.
-    """
+    """Gloo ranks in processes of their own that stay alive between tests; evenly on `machines`, if given."""
 
     def __init__(self, world_size: int, machines: Sequence[Machine] = ()):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.num_tasks, self.folder = 0, None if machines else tempfile.mkdtemp(prefix="ranks-")
+        self.num_tasks = 0
         self.processes, self.connections = [], []
         with Listener(family="AF_UNIX") as listener:
             for rank in range(world_size):
@@ -144,8 +135,6 @@ class Ranks:
                     # Tests send functions of their own modules.
                     "PYTHONPATH": os.pathsep.join(sys.path),
                 }  # fmt: skip
-                if self.folder:
-                    env[STORE_ENV] = self.folder
                 place = machines[rank * len(machines) // world_size].python if machines else []
                 command = [*place, "-m", "tests.engine.engine_testing", listener.address]
                 self.processes.append(warm_python.start(command, env=env, stdout=1, stderr=2))
@@ -167,33 +156,18 @@ class Ranks:
                     rank = self.connections.index(connection)
                     assert error is None, f"rank {rank} failed:\n{error}"
                     answers[rank] = result
-        if self.folder:
-            for connection in self.connections:
-                connection.send_bytes(pickle.dumps((0, _leave_groups, ())))
         return [answers[rank] for rank in range(len(self.connections))]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait(10)
-        if self.folder:
-            shutil.rmtree(self.folder)
-
-
-def _leave_groups(rank: int) -> None:
-    distributed.set_replica_size(1)
-    distributed.destroy_process_group()
-    # Engines refer to their groups.
-    gc.collect()
 
 
 def _rank_main(address: str) -> None:
     connection = Client(address)
     while True:
         number, function, args = pickle.loads(connection.recv_bytes())
-        if number == 0:
-            function(int(os.environ["RANK"]))
-            continue
         try:
             answer = (number, function(int(os.environ["RANK"]), *args), None)
         except BaseException:

@@ -13,6 +13,8 @@ from arealite.utils import clock
 from arealite.utils.trace import tracing
 
 INTERVAL_S = 2.0
+# While no server is known yet: the first sample is taken when they are connected.
+CONNECTING_S = 0.1
 # With more servers each is sampled less often.
 MAX_SAMPLES_PER_S = 4.0
 # After so many rows the interval doubles: a run of weeks has a bounded ledger.
@@ -51,7 +53,7 @@ async def sample_servers(take: Callable[[], Awaitable[list[ServerSample]]], ledg
         for one in samples:
             tracing.count("server", one.address, running=one.running, waiting=one.waiting, kv_used=one.kv_used)
         num_rows += len(samples)
-        interval_s = max(INTERVAL_S, len(samples) / MAX_SAMPLES_PER_S)
+        interval_s = max(INTERVAL_S, len(samples) / MAX_SAMPLES_PER_S) if samples else CONNECTING_S
         await asyncio.sleep(interval_s * 2 ** (num_rows // ROWS_PER_INTERVAL))
 
 
