@@ -101,11 +101,12 @@ class Namespaces:
         """Return the processes in this network, without those that hold it."""
         mine = os.readlink(f"/proc/{self.pid}/ns/net")
         found = []
-        for entry in Path("/proc").iterdir():
+        for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            # A process may end meanwhile.
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and os.readlink(entry / "ns/net") == mine:
-                    found.append(int(entry.name))
-        return [pid for pid in found if pid != os.getpid() and os.getpgid(pid) != self.pid]
+                if os.readlink(f"/proc/{pid}/ns/net") == mine and os.getpgid(pid) != self.pid:
+                    found.append(pid)
+        return [pid for pid in found if pid != os.getpid()]
 
     def kill_processes(self) -> None:
         """End all processes in this network with SIGKILL, also those that they start meanwhile."""
