@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dashboard.browser import chromium, find_chromium
+from tests.dashboard.browser import Pages, chromium, find_chromium
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +19,12 @@ def browser() -> Iterator[Any]:
         pytest.skip(f"{missing} is not installed")
     with chromium() as started:
         yield started
+
+
+@pytest.fixture
+def pages(browser: Any, address: str) -> Iterator[Pages]:
+    """Opens pages; at the end of the test none may have had an error, and no text may have become script."""
+    opened = Pages(browser, address)
+    yield opened
+    opened.close()
+    assert opened.problems == []

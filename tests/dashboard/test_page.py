@@ -47,15 +47,6 @@ def address(runs: Path) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture
-def pages(browser: Any, address: str) -> Iterator[Pages]:
-    """Opens pages; at the end of the test none may have had an error, and no text may have become script."""
-    opened = Pages(browser, address)
-    yield opened
-    opened.close()
-    assert opened.problems == []
-
-
 def is_untouched(page: Any) -> bool:
     """Say whether no script came out of text: neither ran nor stands in the page."""
     return page.evaluate(

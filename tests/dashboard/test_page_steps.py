@@ -34,14 +34,6 @@ def address(run: Path) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture
-def pages(browser: Any, address: str) -> Iterator[Pages]:
-    opened = Pages(browser, address)
-    yield opened
-    opened.close()
-    assert opened.problems == []
-
-
 def saved_csv(page: Any, button: str) -> list[dict[str, str]]:
     with page.expect_download() as saved:
         page.locator(button).click()
