@@ -159,6 +159,12 @@ class RolloutWorkflow(abc.ABC):
         `rewards [n]`. The executor adds `group_ids`. An exception fails this episode only.
         """
 
+    def check_row(self, data: dict[str, Any]) -> None:
+        """Raise `DatasetError` or `ConfigError` if no episode can be played with a row like this one.
+
+        Trainers call it with the first row before they generate, and so does `--dry-run`.
+        """
+
 
 class InferenceEngine(abc.ABC):
     """Generation, and the asynchronous collection of training batches on top of it."""

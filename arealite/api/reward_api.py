@@ -16,6 +16,10 @@ import inspect
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, Self
 
+from arealite.api.errors import DatasetError
+
+# What every reward gets besides the columns of its row.
+_GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids")
 # An answer with at least this reward is right: partial credit is no pass. Rewards pass through float32.
 SOLVED = 1.0 - 1e-4
 
@@ -37,6 +41,22 @@ class Score(float):
         score = super().__new__(cls, value)
         score.parts = parts
         return score
+
+
+def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
+    """Raise `DatasetError` if a reward needs a column that a row does not have."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        # Some callables, such as those of extensions, do not say what they take.
+        return
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in (*_GIVEN, *row)]
+    if missing:
+        raise DatasetError(
+            f"the reward {getattr(fn, '__name__', type(fn).__name__)} needs {', '.join(map(repr, missing))}, and a row "
+            f"has the columns {', '.join(map(str, row))}: set columns.{missing[0]} to one of them, or change the reward"
+        )
 
 
 def is_async(fn: Any) -> bool:

@@ -24,6 +24,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
 from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV, python_path
+from arealite.utils.script_check import UnstartedEngine, is_check
 from arealite.utils.status.writer import status
 
 # Variables that ranks need: the job's servers, and the mark by which the launcher finds processes of the job.
@@ -37,8 +38,10 @@ def make_engine(cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return `cls(*args, **kwargs)`, or in the driver of controller mode a controller of its ranks.
 
     A controller has the methods and attributes of the engine, and to a type checker it is the engine. It is no instance
-    of `cls`.
+    of `cls`. In check mode nothing is made.
     """
+    if is_check():
+        return cast(T, UnstartedEngine())
     driver, replay = current_driver(), current_replay()
     if replay is not None:
         return replay.make_engine(cls, args, kwargs)

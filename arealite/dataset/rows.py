@@ -20,6 +20,7 @@ from typing import Any
 from arealite.api.dataset_args import DATA_FILES, GENERATED, DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.generated import generate_rows
+from arealite.utils.script_check import end_check
 
 Row = dict[str, Any]
 # Names of splits, the preferred ones first.
@@ -228,6 +229,7 @@ def load_from_hub(config: DataSourceConfig) -> Sequence[Row]:
     try:
         loaded = datasets.load_dataset(config.path, config.name, split=config.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        end_check(f"the dataset {config.path} is not downloaded")
         raise DatasetError(f"cannot load {config.path!r} from the hub: {_reason(error)}") from error
     if config.split is not None:
         return loaded

@@ -16,6 +16,7 @@ from arealite.dataset.columns import Row, apply_columns, check_messages, map_row
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
 from arealite.dataset.rows import load_dataset
 from arealite.dataset.streamed import map_lazily, open_streamed
+from arealite.utils.script_check import end_check
 
 
 def load_tokenizer(path: str, for_chat: bool = False) -> PreTrainedTokenizerBase:
@@ -30,6 +31,8 @@ def load_tokenizer(path: str, for_chat: bool = False) -> PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
+        if not Path(path).is_dir():
+            end_check(f"the tokenizer {path} is not downloaded")
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{advice}transformers says: {reason}") from error
     # For a folder with config.json alone transformers makes one that knows special tokens only.

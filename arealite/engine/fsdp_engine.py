@@ -41,7 +41,7 @@ from arealite.engine.fsdp.trial import trial_batch, trial_loss
 from arealite.engine.pipeline.model import PipelinedModel
 from arealite.engine.pipeline.passes import PipelinePasses
 from arealite.utils import distributed
-from arealite.utils.process import check_not_driver
+from arealite.utils.process import before_engine
 from arealite.utils.startup import startup_phase
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Shard, Transport
@@ -59,7 +59,7 @@ class FSDPEngine(TrainEngine):
 
     def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
         """`parallel` is the training side of `allocation_mode`; if None, all ranks are data parallel."""
-        check_not_driver(self)
+        before_engine(self)
         config.check()
         self.config = config
         self.temperature = 1.0

@@ -14,6 +14,7 @@ from arealite.api.dataset_args import DATA_FILES, GENERATED
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
+from arealite.launcher.script_check import check_source, rehearse
 from arealite.launcher.servers import check_installed
 from arealite.utils.model_config import check_layout_of, check_model
 
@@ -36,8 +37,16 @@ def check_job(job: Job, servers_run_here: bool) -> None:
             raise type(error)(f"{key}: {error}") from error
     for key, path in config.dataset_paths.items():
         _check_dataset(config, key, path)
-    if not _runs_elsewhere(config):
+    runs_elsewhere = _runs_elsewhere(config)
+    check_source(config, job.script, runs_here=not runs_elsewhere)
+    if not runs_elsewhere:
         check_loggers(config.logger_packages)
+
+
+def rehearse_job(job: Job) -> None:
+    """For a dry run: raise what the script would raise before its engines start."""
+    if not _runs_elsewhere(job.config):
+        rehearse(job)
 
 
 def check_loggers(names: Iterable[str]) -> None:

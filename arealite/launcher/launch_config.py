@@ -44,6 +44,7 @@ class LaunchConfig:
     server: cli_args.ServerConfig = field(default_factory=cli_args.ServerConfig)
     sglang: dict[str, Any] = field(default_factory=dict)
     vllm: dict[str, Any] = field(default_factory=dict)
+    tokenizer_path: str | None = None
     controller: bool = False
     dashboard: bool | int = False
     # The fields below are derived from other sections of the script's configuration.

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.checks import check_job
+from arealite.launcher.checks import check_job, rehearse_job
 from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.memory import describe_memory
@@ -44,6 +44,7 @@ def show_plan(job: Job, servers_run_here: bool, more: str = "") -> int:
     print(job.describe() + more, flush=True)
     check_job(job, servers_run_here)
     print(describe_memory(job, runs_here=servers_run_here), flush=True)
+    rehearse_job(job)
     return 0
 
 

@@ -105,6 +105,7 @@ class PPOTrainer(Trainer):
         workflow, eval_workflow = workflow or self.workflow, eval_workflow or self.eval_workflow
         if workflow is None:
             raise ValueError("there is no workflow: pass one to train(), or make the trainer with from_config()")
+        self._check_rows(workflow, eval_workflow)
         evaluator = None
         if self.valid_sets:
             eval_workflow = eval_workflow or with_gconfig(workflow, config.evaluation_gconfig)
@@ -131,6 +132,15 @@ class PPOTrainer(Trainer):
                 with run.phase("weights"):
                     sync_weights(actor, rollout, weights.with_version(step + 1))
                 run.commit(step, stats)
+
+    def _check_rows(
+        self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None
+    ) -> None:
+        """Raise if the first row of a dataset cannot be played, before a model generates anything."""
+        workflow.check_row(dict(self.dataloader.rows[0]))
+        for name, rows in self.valid_sets.items():
+            own = eval_workflow[name] if isinstance(eval_workflow, Mapping) else eval_workflow or workflow
+            own.check_row(dict(rows[0]))
 
     def _add_predictions(self, batch: Batch) -> None:
         """Add log-probs and values of the models that the configuration names."""

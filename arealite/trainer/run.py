@@ -42,6 +42,7 @@ from arealite.utils.console import COLUMNS, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank, world_size
 from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir
+from arealite.utils.script_check import end_check
 from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
 from arealite.weights.sync import make_weight_meta, sync_weights
@@ -81,6 +82,7 @@ class Run:
                 "a validation set is configured, but this script gives its Run no `evaluator`: remove valid_dataset "
                 "and evaluator from the configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
             )
+        end_check()
         self.config, self.spec, self.rollout, self.dataloader = config, spec, rollout, dataloader
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
         # The first engine is the policy: it is exported, and servers generate with its weights.
@@ -93,8 +95,7 @@ class Run:
             self.dir.create(config)
         self._lock.callback(status.end)
         status.begin_rank(self.dir.path)
-        known = ("dataloader", dataloader), ("rollout", rollout)
-        parts = {name: part for name, part in known if hasattr(part, "state_dict")}
+        parts = {k: v for k, v in (("dataloader", dataloader), ("rollout", rollout)) if hasattr(v, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.record = RunRecord(config, self.dir, self.engines, rollout)
         self.replay = current_replay()
@@ -111,8 +112,7 @@ class Run:
         self._server_counters = ServerCounters(rollout)
         # The last step that was committed, and whether its model was saved.
         self._last_info: StepInfo | None = None
-        self._is_saved = False
-        self._steps_without_signal, self._next_warning = 0, NO_SIGNAL_STEPS
+        self._is_saved, self._steps_without_signal, self._next_warning = False, 0, NO_SIGNAL_STEPS
         self._interrupt = Interrupt()
 
     def _record_events(self) -> Ledger | None:

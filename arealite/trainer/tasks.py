@@ -5,6 +5,7 @@ A dataset belongs to a built-in task if `task` or its path names one; otherwise 
 need this module. To add a task, add one entry to `TASKS`.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameter
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.named_code import accepted, load_object
-from arealite.api.reward_api import RewardFn
+from arealite.api.reward_api import RewardFn, check_columns
 from arealite.api.rollout_api import load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
 from arealite.dataset.order import Mixture
-from arealite.dataset.preference import read_pair
+from arealite.dataset.preference import get_preferences, read_pair
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, load_prompts
 from arealite.dataset.rows import find_files, load_dataset
-from arealite.dataset.sft import get_sft, read_sft
+from arealite.dataset.sft import get_sft, load_tokenizer, read_sft
 from arealite.dataset.streamed import open_streamed
 from arealite.reward.choice import choice_reward
 from arealite.reward.code import CodeReward, code_reward
@@ -190,10 +191,11 @@ def make_training_workflow(config: GRPOConfig, make: Callable[[DataSourceConfig]
 
 
 def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
-    """Raise for the first row that cannot be used, and for a reward that does not exist.
+    """Raise for the first row that cannot be used, and for a reward or a tokenizer that does not exist.
 
-    `kind` is that of the trainer: grpo, sft, rw, dpo, or None for evaluation. Data of the hub is not downloaded.
+    `kind` is that of the trainer: grpo, sft, rw, dpo, or None for evaluation. Nothing is downloaded from the hub.
     """
+    tokenizer = _local_tokenizer(config)
     training: Mapping[str, DataSourceConfig] = config.train_datasets or {"": config.train_dataset}
     sets: list[tuple[str, DataSourceConfig]] = [*(_by_key("train_dataset", training) if kind else ())]
     sets += _by_key("valid_dataset", {} if config.valid_dataset is None else {"": config.valid_dataset})
@@ -207,7 +209,10 @@ def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
         elif kind in (None, "grpo"):
             find_reward(data, config.reward)
         if not _are_raw(config, data):
-            _check_rows(data, kind)
+            rows = _some_rows(data)
+            _check_rows(rows, data, kind)
+            if tokenizer is not None:
+                _check_first(rows[: data.few_shot + 1], config, data, kind, tokenizer)
 
 
 def _by_key(key: str, sets: Mapping[str, DataSourceConfig]) -> list[tuple[str, DataSourceConfig]]:
@@ -222,16 +227,47 @@ def _check_file(data: DataSourceConfig, key: str) -> None:
         raise DatasetError(f"{error} ({key}): give a file, a folder, or a name of the hub") from error
 
 
-def _check_rows(data: DataSourceConfig, kind: str | None) -> None:
+def _local_tokenizer(config: BaseExperimentConfig) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a local folder; None for one that would be downloaded."""
+    model = getattr(config, "actor", None) or getattr(config, "model", None)
+    path = config.tokenizer_path or getattr(model, "path", "")
+    return load_tokenizer(path) if Path(path).is_dir() else None
+
+
+def _some_rows(data: DataSourceConfig) -> list[Row]:
+    """Return the rows of local data; of streamed data the first thousand."""
+    if find_files(data) is None:
+        return []
+    if not data.streaming:
+        return load_dataset(data)
+    rows = open_streamed(data)
+    return [rows[i] for i in range(min(len(rows), _NUM_CHECKED))]
+
+
+def _check_first(
+    rows: list[Row],
+    config: BaseExperimentConfig,
+    data: DataSourceConfig,
+    kind: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Make the first row, behind worked examples, with the tokenizer; raise if the reward lacks a column of it."""
     task = find_task(data)
-    rows: Sequence[Any]
-    if data.streaming and find_files(data):
-        rows = open_streamed(data)
-        rows = [rows[i] for i in range(min(len(rows), _NUM_CHECKED))]
-    elif find_files(data) is None:
+    if len(rows) <= data.few_shot:
         return
+    data = dataclasses.replace(data, max_length=None, streaming=False)
+    if kind in ("rw", "dpo"):
+        get_preferences(data, tokenizer, raw=rows)
+    elif kind == "sft":
+        get_sft(data, tokenizer, task.sft, raw=rows)
     else:
-        rows = load_dataset(data)
+        made = load_prompts(data, task.prompts, tokenizer, raw=rows)
+        if config.workflow is None:
+            check_columns(find_reward(data, config.reward), made[0])
+
+
+def _check_rows(rows: list[Row], data: DataSourceConfig, kind: str | None) -> None:
+    task = find_task(data)
     read: Callable[[Row], Row | None]
     if kind in ("rw", "dpo"):
         read = lambda raw: read_pair(raw, data)  # noqa: E731

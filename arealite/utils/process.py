@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
+from arealite.utils.script_check import end_check
 from arealite.utils.text import clean
 
 MARK_ENV = "AREALITE_PROCESS"
@@ -38,8 +39,9 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def check_not_driver(engine: object) -> None:
-    """Raise a `ConfigError` if an engine is constructed directly in the driver of controller mode."""
+def before_engine(engine: object) -> None:
+    """Called by the constructors of engines: ends check mode, and raises in the driver of controller mode."""
+    end_check()
     if os.environ.get(CONTROLLER_ENV):
         name = type(engine).__name__
         raise ConfigError(

@@ -25,6 +25,7 @@ from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.vision_api import PlacedImage
 from arealite.utils.images import check_count, decode_image, from_data_url, image_bytes
+from arealite.utils.script_check import end_check
 
 # What the processors of supported families return for images.
 _INPUTS = ({"pixel_values", "image_grid_thw"}, {"pixel_values"})
@@ -80,6 +81,8 @@ class VisionProcessor:
         try:
             return cls(_load_processor(path), path)
         except _ERRORS as error:
+            if not Path(path).is_dir():
+                end_check(f"the image processor of {path} is not downloaded")
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             raise ConfigError(
                 f"cannot load the image processor in {path} ({reason}): give a vision-language model with its "

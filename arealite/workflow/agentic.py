@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from arealite.api.chat import encode_chat
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, RequestError
@@ -99,6 +100,13 @@ class AgenticWorkflow(RolloutWorkflow):
         self.max_turns, self.discount, self.timeout_s = max_turns, discount, timeout_s
         self.enable_thinking = enable_thinking
         self.pool = CallPool(max_environments)
+
+    def check_row(self, data: dict[str, Any]) -> None:
+        agent: Any = self.make_agent
+        while isinstance(agent, partial):
+            agent = agent.func
+        if inspect.isclass(agent) and issubclass(agent, ChatAgent) and self.processor is None:
+            encode_chat(self.tokenizer, [{"role": "user", "content": "an observation"}])
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         return Trajectory.join(await play_all(self._play(engine, data, i) for i in range(self.gconfig.n_samples)))

@@ -19,6 +19,9 @@ class BySource(RolloutWorkflow):
         self.tokenizer = getattr(first, "tokenizer", None)
         self.reward_pool = getattr(first, "reward_pool", None)
 
+    def check_row(self, data: dict[str, Any]) -> None:
+        self.workflows[data[SOURCE_COLUMN]].check_row(data)
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         name = data[SOURCE_COLUMN]
         batch = await self.workflows[name].arun_episode(engine, data)

@@ -22,6 +22,9 @@ class DynamicSampling(RolloutWorkflow):
         # The ledger writes answers as text with it.
         self.tokenizer = getattr(workflow, "tokenizer", None)
 
+    def check_row(self, data: dict[str, Any]) -> None:
+        self.workflow.check_row(data)
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         batch = await self.workflow.arun_episode(engine, data)
         if batch is None:

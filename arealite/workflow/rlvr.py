@@ -12,11 +12,12 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
-from arealite.api.reward_api import RewardFn, is_async
+from arealite.api.reward_api import RewardFn, check_columns, is_async
 from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.pool import RewardPool, check_rewards
 from arealite.utils.distributed import rank
+from arealite.utils.script_check import is_check
 
 _PROMPT_COLUMNS = ("messages", "prompt", "input_ids", "seed")
 _RESERVED = ("completion", "prompt_ids", "completion_ids")
@@ -46,8 +47,8 @@ class RLVRWorkflow(RolloutWorkflow):
         self.enable_thinking = enable_thinking
         self.reward_inline = reward_inline
         self.reward_pool = reward_pool or RewardPool(timeout_s=reward_timeout_s)
-        # Only rank 0 runs episodes.
-        if not reward_inline and rank() == 0:
+        # Only rank 0 runs episodes, and a dry run none.
+        if not reward_inline and rank() == 0 and not is_check():
             self.reward_pool.warm_up(reward_fn)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
@@ -59,6 +60,10 @@ class RLVRWorkflow(RolloutWorkflow):
         rewards = await self.compute_rewards(prompt_ids, responses, data)
         answers = [Trajectory().observe(r.input_tokens).add(r) for r in responses]
         return Trajectory.join([answer.reward(value) for answer, value in zip(answers, rewards, strict=True)])
+
+    def check_row(self, data: dict[str, Any]) -> None:
+        self.encode_prompt(data)
+        check_columns(self.reward_fn, data)
 
     def encode_prompt(self, data: dict[str, Any]) -> list[int]:
         if data.get("images"):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import Batch, ModelRequest
-from arealite.api.reward_api import RewardFn
+from arealite.api.reward_api import RewardFn, check_columns
 from arealite.api.trajectory import Trajectory
 from arealite.api.vision_api import stop_at_placeholders
 from arealite.utils.decoders import has_vision
@@ -40,6 +40,10 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         self.processor = VisionProcessor.load(processor) if isinstance(processor, str) else processor
         self.image_folder = image_folder
         super().__init__(reward_fn, gconfig, self.processor.tokenizer, **settings)
+
+    def check_row(self, data: dict[str, Any]) -> None:
+        self.encode(data)
+        check_columns(self.reward_fn, data)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         # Decoding takes milliseconds: the other episodes go on meanwhile.

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -228,3 +229,29 @@ def test_dialogues_of_hh_rlhf_are_split(tokenizer):
         assert row["messages"][0]["role"] == row["messages"][-1]["role"] == "user"
         assert old["chosen"].rstrip().endswith(row["answer"])
     assert task_formats.to_messages("\n\nHuman: a\n\nAssistant:") == [{"role": "user", "content": "a"}]
+
+
+def score(completion, target, **row):
+    return 0.0
+
+
+def test_tokenizer_chat_template_and_columns_of_the_reward_are_checked(model_path, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
+    data = f"train_dataset.path={rows}"
+    with pytest.raises(
+        AReaLiteError, match="the reward score needs 'target', and a row has the columns messages, answer"
+    ):
+        check(tmp_path, "grpo", data, f"reward={__name__}:score", f"trainer.grpo.actor.path={model_path}")
+    empty, plain = tmp_path / "empty", shutil.copytree(model_path, tmp_path / "plain")
+    empty.mkdir()
+    shutil.copy(model_path / "config.json", empty)
+    (plain / "chat_template.jinja").unlink()
+    with pytest.raises(AReaLiteError, match="cannot load a tokenizer from .*empty"):
+        check(tmp_path, "grpo", data, "reward=math", f"trainer.grpo.actor.path={empty}")
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows.write_text(json.dumps({"messages": turns, "answer": "2"}) + "\n")
+    check(tmp_path, "sft", data, f"trainer.sft.model.path={model_path}")
+    for kind, key in (("grpo", "actor"), ("sft", "model")):
+        with pytest.raises(AReaLiteError, match=r"rows\.jsonl, row 1: .*the tokenizer has no chat template"):
+            check(tmp_path, kind, data, "reward=math", f"trainer.{kind}.{key}.path={plain}")

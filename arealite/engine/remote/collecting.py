@@ -31,7 +31,7 @@ from arealite.engine.remote.sampling import sample_servers
 from arealite.utils import distributed
 from arealite.utils.activity import activity
 from arealite.utils.data import split_groups
-from arealite.utils.process import check_not_driver
+from arealite.utils.process import before_engine
 from arealite.utils.request_log import log_request, logging_refusal
 from arealite.utils.status.waits import waiting
 from arealite.utils.status.writer import status
@@ -46,7 +46,7 @@ class CollectingEngine(InferenceEngine):
     """Subclasses add `ask` and weight updates. The ledger of episodes is at `ledger_path` (rank 0)."""
 
     def __init__(self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None):
-        check_not_driver(self)
+        before_engine(self)
         self.config = config
         self.seed = seed
         self.ledger_path = ledger_path
