@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import shutil
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -247,7 +247,7 @@ def test_tokenizer_chat_template_and_columns_of_the_reward_are_checked(model_pat
     empty.mkdir()
     shutil.copy(model_path / "config.json", empty)
     (plain / "chat_template.jinja").unlink()
-    with pytest.raises(AReaLiteError, match="cannot load a tokenizer from .*empty"):
+    with pytest.raises(AReaLiteError, match=r"cannot load a tokenizer from .*empty"):
         check(tmp_path, "grpo", data, "reward=math", f"trainer.grpo.actor.path={empty}")
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     rows.write_text(json.dumps({"messages": turns, "answer": "2"}) + "\n")
