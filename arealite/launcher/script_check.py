@@ -1,4 +1,4 @@
-"""Checks a script before anything starts: its imports, its tokenizer, and for `--dry-run` all up to its engines.
+"""Checks imports and tokenizer of a script before a start, and for `--dry-run` all up to its engines.
 
 `check_source` reads the script and a few files, for every start. `rehearse` runs the script once in a child process, in
 the check mode of `arealite.utils.script_check`. The launcher itself imports nothing of the script.

@@ -251,7 +251,7 @@ def _check_first(
     kind: str | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Make the first row, behind worked examples, with the tokenizer; raise if the reward lacks a column of it."""
+    """Make the first row behind worked examples; raises if a template or a column is missing."""
     task = find_task(data)
     if len(rows) <= data.few_shot:
         return

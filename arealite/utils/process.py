@@ -40,7 +40,7 @@ def rank() -> int:
 
 
 def before_engine(engine: object) -> None:
-    """Called by the constructors of engines: ends check mode, and raises in the driver of controller mode."""
+    """Called by engines when they are made: ends check mode, raises in the driver of controller mode."""
     end_check()
     if os.environ.get(CONTROLLER_ENV):
         name = type(engine).__name__

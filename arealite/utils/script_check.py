@@ -1,4 +1,4 @@
-"""Check mode of scripts, for `--dry-run`: a script runs up to where its engines would start, and ends there.
+"""Check mode of scripts, for `--dry-run`: a script runs up to where its engines would start.
 
 A launcher sets `CHECK_SCRIPT_ENV` for one child process. In it `make_engine` returns an `UnstartedEngine`, and the
 process ends at the script's `Run`, or at an engine that it makes without `make_engine`. What is wrong with packages,
@@ -20,9 +20,9 @@ def is_check() -> bool:
 
 
 def end_check(unchecked: str = "") -> None:
-    """In check mode, end the process: nothing wrong was found. `unchecked` says what could not be checked.
+    """End the process if it only checks its script: nothing wrong was found.
 
-    Does nothing in other processes.
+    `unchecked` says what could not be checked.
     """
     if is_check():
         if unchecked:

@@ -172,3 +172,23 @@ def test_weights_of_a_folder_are_counted_once_and_only_if_they_are_whole(tmp_pat
     write_weights(tmp_path / "model-00002-of-00002.safetensors", 2000)
     size = read_model_size(str(tmp_path))
     assert size is not None and size.parameters == 5000
+
+
+def test_a_server_in_fp8_has_half_the_weights_and_half_the_cache():
+    size = size_of((3584, 18944, 28, 28, 4, 152064, False))
+    config = ServerConfig(max_total_tokens=1_000_000)
+    wide = server_needs(size, config, H200, on_gpu=True)
+    small = server_needs(size, replace(config, weight_dtype="fp8", kv_cache_dtype="fp8"), H200, on_gpu=True)
+    layers = size.parameters - size.ends
+    assert small.lasting["weights"] == pytest.approx(layers + 2 * size.ends, rel=0.01)
+    assert small.passing["weight update"] == small.lasting["weights"]
+    assert small.lasting["KV cache"] == wide.lasting["KV cache"] / 256 * (128 + 4)
+    # With next to no cache, loading in bfloat16 is the peak.
+    tiny = replace(config, weight_dtype="fp8", max_total_tokens=1024)
+    assert server_needs(size, tiny, H200, on_gpu=True, is_updated=False).total == pytest.approx(2 * size.parameters)
+    # More tokens fit into the same memory.
+    tokens = {
+        kind: server_needs(size, ServerConfig(kv_cache_dtype=kind), H200, on_gpu=True).notes["KV cache"]
+        for kind in ("auto", "fp8")
+    }
+    assert float(tokens["fp8"].split()[0].replace(",", "")) > 1.9 * float(tokens["auto"].split()[0].replace(",", ""))

@@ -31,6 +31,8 @@ CUDA_CONTEXT = 0.8e9
 _NCCL = 0.55e9
 # Python with torch and transformers.
 PROCESS = 0.7e9
+# Bytes of a scale of numbers in FP8.
+_SCALE = 4
 # Share of what passes allocate and free that the allocator cannot use again.
 _FRAGMENTS = 0.05
 # Most of the KV cache on CPU, where a trainer usually shares the memory.
@@ -249,9 +251,11 @@ def server_needs(
     tensor = config.tensor_parallel
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     item = ITEM_BYTES[dtype]
-    weights = item * size.parameters / tensor
+    weights = _served_weights(size, config, item)
     sampling = 4.0 * config.max_running_requests * size.vocab / tensor
-    kv_token = 2.0 * size.layers * -(-size.kv_heads // tensor) * size.head_dim * item
+    # In FP8 each head of a token has a scale.
+    head = size.head_dim + _SCALE if config.kv_cache_dtype == "fp8" else size.head_dim * item
+    kv_token = 2.0 * size.layers * -(-size.kv_heads // tensor) * head
     context = min(config.context_length or size.context, size.context)
     tokens = float(config.max_total_tokens or config.max_running_requests * context)
     if config.max_total_tokens is None:
@@ -269,8 +273,25 @@ def server_needs(
     else:
         # Sequences that are decoded have their keys and values in one piece too.
         passing["decoding"] = 2 * kv_token * min(tokens, config.max_running_requests * context)
+    if config.weight_dtype == "fp8":
+        # They are loaded as they are, and quantized before anything else is there.
+        loaded = item * size.parameters / tensor - sum(lasting.values()) - sum(passing.values())
+        passing["loading"] = max(0.0, loaded)
     host = _nonzero(base) if on_gpu else {}
     return Needs(_nonzero(lasting), _nonzero(passing), host, notes={"KV cache": f"{tokens:,.0f} tokens"})
+
+
+def _served_weights(size: ModelSize, config: ServerConfig, item: int) -> float:
+    """Return the bytes of a rank's weights.
+
+    With FP8, embedding and head stay as they are, and each row of the others has a scale.
+    """
+    if config.weight_dtype != "fp8":
+        return item * size.parameters / config.tensor_parallel
+    inner = size.experts * size.expert_inner if size.experts else size.inner
+    rows = size.query_width + 2 * size.key_width + 2 * inner + size.hidden * (1 + max(1, size.experts))
+    small = size.parameters - size.ends + _SCALE * size.layers * rows
+    return (small + item * size.ends) / config.tensor_parallel
 
 
 def _cache_limit(config: ServerConfig, total_bytes: float | None, own: float, on_gpu: bool) -> float:
