@@ -105,6 +105,7 @@ def status_lag(case: Case) -> Iterator[Finding]:
         has_file = process.status.get("interval_s") and not process.has_ended
         if has_file and process.is_live and process.age_s < _MAX_SILENCE_S and file_age_s > LATE_FILE_S:
             late.append(f"{process.name} lives, and its file is {file_age_s:.0f} s old")
+            late += [f"{process.name}: {process.status['problem']}"] if process.status.get("problem") else []
         if process.is_running and process.is_silent:
             late.append(f"{process.name} on {process.host}: its file is {process.age_s:.0f} s old")
         if process.is_running and abs(process.clock_skew_s) > _CLOCK_SKEW_S:

@@ -23,6 +23,7 @@ from arealite.inference.loading import load_model, load_processor, load_tokenize
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
 from arealite.inference.step_times import StepTimes
+from arealite.inference.step_trial import IDLE_S, measure_steps
 from arealite.inference.vision import PromptImages, read_prompt
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
@@ -44,7 +45,8 @@ class Engine:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
         self.busy_s = 0.0
-        self.step_times = StepTimes()
+        # Steps of requests, and of a trial, for which there is time until somebody asks for something.
+        self.step_times, self.trial_times, self._is_new = StepTimes(), StepTimes(), True
         # When the present step began; None between two steps.
         self._step_began: float | None = None
         self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
@@ -296,6 +298,7 @@ class Engine:
             "busy_s": self.busy_s,
             "cpu_s": time.process_time() - self._started_cpu_s if self._is_on_cpu else None,
             "step_times": self.step_times.rows(),
+            "trial_times": self.trial_times.rows(),
             "last_update_s": core.last_update_s,
             "uptime_s": time.monotonic() - self._started_s,
             "paused": core.paused,
@@ -374,8 +377,12 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is work, then run the queued calls. False: the loop is closing."""
         with self._wake:
-            while not (self._inbox or self._closing or self.core.can_step):
-                self._wake.wait()
+            timeout_s = IDLE_S if self._is_new and self.ranks is None else None
+            is_due = self._wake.wait_for(lambda: self._inbox or self._closing or self.core.can_step, timeout_s)
+        self._is_new = False
+        if not is_due:
+            measure_steps(self.core, self.trial_times, lambda: not (self._inbox or self._closing))
+            self._started_cpu_s = time.process_time()
         while self._inbox:
             self._inbox[0][0]()
             self._inbox.popleft()

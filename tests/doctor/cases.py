@@ -1,12 +1,13 @@
 """Twenty ways in which a run hangs or is slow, each with real processes: `python -m tests.doctor.cases NAME RUN_DIR`.
 
 A case starts the processes of a small run that fails in one way, makes the file RUN_DIR.ready once it does, and stays
-so until it is killed. `EXPECTED` names what the doctor must find. Staged, because the real thing needs a file server:
-the age of the file in `late_files`, the device in `full_disk`.
+so until it is killed. `EXPECTED` names what the doctor must find. `full_disk` needs a small disk of its own: it mounts
+one in a namespace (`NAMESPACE`), which ends with the case.
 """
 
 import asyncio
 import ctypes
+import errno
 import os
 import re
 import resource
@@ -59,6 +60,16 @@ EXPECTED = {
     "late_files": "status_lag",
     "stopped_launcher": "launcher_stopped",
 }
+
+
+# Cases that run in namespaces of their own, and the command that starts a process there: `enter` for the doctor.
+OWN_NAMESPACE = ("full_disk",)
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+def enter(pid: int) -> list[str]:
+    """Return the command that runs another one in the namespaces of a process."""
+    return ["nsenter", f"--target={pid}", "--user", "--mount", "--preserve-credentials"]
 
 
 class StubRollout(CollectingEngine):
@@ -152,14 +163,18 @@ def slow_reward(run_dir: Path, model: str) -> None:
 
 
 def full_disk(run_dir: Path, model: str) -> None:
+    """Fill a disk of 64 MiB while a process of the run writes its status there."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(run_dir)], check=True)
     status.begin(run_dir, "rank0", "trainer")
-    # A file system that is full: every write to this device fails like that.
-    path = run_dir / FOLDER / f".rank0.json.{os.getpid()}"
-    path.symlink_to("/dev/full")
-    status._file_due = 0.0
-    status.tick()
-    status._file_due = float("inf")
+    try:
+        with open(run_dir / "checkpoint", "wb", buffering=0) as file:
+            while True:
+                file.write(b"\0" * (1 << 16))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+    while not status.snapshot()["problem"]:
+        time.sleep(0.05)
 
 
 def slow_server(run_dir: Path, model: str) -> None:
@@ -276,10 +291,9 @@ def kv_full(run_dir: Path, model: str) -> None:
 
 
 def late_files(run_dir: Path, model: str) -> None:
+    """Write the status to a folder that does not answer: opening a pipe that nobody reads does not return."""
     status.begin(run_dir, "rank0", "trainer")
-    status._file_due = float("inf")
-    then = time.time() - 120
-    os.utime(run_dir / FOLDER / "rank0.json", (then, then))
+    os.mkfifo(run_dir / FOLDER / f".rank0.json.{os.getpid()}")
 
 
 def dead_network(run_dir: Path, model: str) -> None:
@@ -335,5 +349,8 @@ if __name__ == "__main__":
     # Whatever the case started ends with this process.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     globals()[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])
-    Path(sys.argv[2]).with_suffix(".ready").touch()
+    ready = Path(sys.argv[2]).with_suffix(".ready")
+    aside = ready.with_suffix(".aside")
+    aside.write_text(str(os.getpid()))
+    aside.replace(ready)
     time.sleep(FOREVER_S)

@@ -1,9 +1,11 @@
 """What a process writes about itself."""
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
+import time
 
 from arealite.utils.status import waits
 from arealite.utils.status.writer import NAME_ENV, RUN_ENV, Status, clear_status
@@ -42,6 +44,31 @@ def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path, caplog):
     assert len([record for record in caplog.records if record.name == "arealite.status"]) == 1
 
 
+def test_a_write_that_does_not_return_leaves_the_memory_new(tmp_path, monkeypatch):
+    monkeypatch.setattr("arealite.utils.status.writer.INTERVAL_S", 0.02)
+    monkeypatch.setattr("arealite.utils.status.writer.FILE_INTERVAL_S", 0.02)
+    status = Status()
+    status.begin(tmp_path, "rank0", "trainer")
+    # Opening a pipe that nobody reads does not return.
+    pipe = tmp_path / "status" / f".rank0.json.{os.getpid()}"
+    while not pipe.exists():
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(pipe)
+    written = read(tmp_path)["clock"]
+    deadline = time.monotonic() + 30
+    while True:
+        content = json.loads(os.pread(status._memory, 1 << 20, 0) or b"{}")
+        if "has not returned" in content.get("problem", "") and content["clock"] > written + 0.1:
+            break
+        assert time.monotonic() < deadline, content
+    status.end()
+    # Let the thread go on.
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    for thread in status._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_event_loop_that_does_not_answer(tmp_path):
     loop, status = asyncio.new_event_loop(), Status()
     status.watch_loop("rollout", loop)
@@ -63,7 +90,7 @@ def test_only_named_processes_of_a_launcher_begin(tmp_path, monkeypatch):
     status.begin_from_environment()
     status.end()
     assert read(tmp_path, "server1")["role"] == "server"
-    assert not [thread for thread in threading.enumerate() if thread is status._thread]
+    assert not [thread for thread in threading.enumerate() if thread in status._threads]
 
 
 def test_collectives_are_numbered():

@@ -78,6 +78,14 @@ class ServerRate(NamedTuple):
     tokens: float
 
 
+class ServerLoad(NamedTuple):
+    """Sequences that a server decoded, and that waited there, at a time."""
+
+    time: float
+    running: int
+    waiting: int
+
+
 @dataclass(frozen=True)
 class Settings:
     """What decides how episodes and steps follow each other. `lead` None: adaptive."""
@@ -100,8 +108,20 @@ class Recording:
     # What the servers' steps took, and what all needed of the cores that they shared; None if that is not known.
     server_use: ServerUse = ServerUse((), None)
     cores: CoreUse | None = None
+    # Samples of the servers' loads, and how many sequences one decodes at once; None if that is not known.
+    loads: Sequence[ServerLoad] = ()
+    max_running: int | None = None
+    # Whether servers and trainer work on the same GPU.
+    shares_gpu: bool = False
+    # Episodes that still ran at the end, as if they had ended then. Without them long ones would be missing.
+    unfinished: Sequence[PlayedEpisode] = ()
     # What is missing, for the reader of a report.
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def started(self) -> list[PlayedEpisode]:
+        """All episodes, also unfinished ones, in order of their number."""
+        return sorted((*self.episodes, *self.unfinished), key=lambda episode: episode.number)
 
     @property
     def seconds(self) -> float:
@@ -121,6 +141,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
     try:
         with contextlib.closing(open_ledger(path)) as db:
             episodes = _read_episodes(db, path)
+            running = db.execute(_RUNNING_QUERY).fetchall()
             ready = dict(db.execute(_READY_QUERY).fetchall())
             samples = db.execute(_SERVERS_QUERY).fetchall()
             server_use = read_server_use(db)
@@ -134,8 +155,20 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
     batch_size = max(batches[step.number] for step in steps)
     config = _read_config(folder / "config.yaml")
     settings = _settings(config["rollout"], batch_size, _count_servers(samples))
-    cores = _cores(config, server_use, [lines[step.number] for step in steps])
-    return Recording(settings, steps, episodes, _server_rates(samples), server_use, cores, notes)
+    used = [lines[step.number] for step in steps]
+    return Recording(
+        settings,
+        steps,
+        episodes,
+        _server_rates(samples),
+        server_use,
+        _cores(config, server_use, used),
+        [ServerLoad(at, running, waiting) for at, _, running, _, waiting in samples if None not in (running, waiting)],
+        _max_running(config) if server_use.steps else None,
+        any(line.get("gpu/shared") for line in used),
+        _unfinished(running, steps, episodes),
+        notes,
+    )
 
 
 # Rows of trained episodes are written when their batch is complete.
@@ -143,7 +176,13 @@ _READY_QUERY = (
     "SELECT step, MAX(ended_at) FROM episodes WHERE source != 'direct' AND state = 'trained' AND step IS NOT NULL "
     "GROUP BY step"
 )
-_SERVERS_QUERY = "SELECT time, address, running, generated_tokens FROM servers ORDER BY time"
+_SERVERS_QUERY = "SELECT time, address, running, generated_tokens, waiting FROM servers ORDER BY time"
+
+
+_RUNNING_QUERY = (
+    "SELECT id, COALESCE(start_version, 0), started_at FROM episodes WHERE source != 'direct' AND state = 'running' "
+    "AND started_at IS NOT NULL ORDER BY id"
+)
 
 
 def _read_episodes(db: sqlite3.Connection, path: Path) -> list[PlayedEpisode]:
@@ -167,6 +206,19 @@ def _read_episodes(db: sqlite3.Connection, path: Path) -> list[PlayedEpisode]:
     if not found:
         raise RecordingError(f"{path} has no finished episode yet")
     return found
+
+
+def _unfinished(
+    rows: Iterable[tuple[int, int, float]], steps: Sequence[PlayedStep], episodes: Sequence[PlayedEpisode]
+) -> list[PlayedEpisode]:
+    """Return the episodes that still ran when the last step ended, or the last episode."""
+    samples = Counter(episode.samples for episode in episodes).most_common(1)[0][0]
+    end = max(steps[-1].ready_at + steps[-1].work_s, max(episode.finished_at for episode in episodes))
+    return [
+        PlayedEpisode(number, "running", version, None, samples, 0, began, end, (("generate", end - began),))
+        for number, version, began in rows
+        if 0 <= end - began < _MAX_EPISODE_S
+    ]
 
 
 def _fit_parts(text: str, seconds: float) -> tuple[tuple[str, float], ...]:
@@ -254,7 +306,11 @@ def _cores(config: Mapping[str, Any], use: ServerUse, lines: Sequence[Mapping[st
     return core_use(use, lines, max(1, AllocationMode.from_str(mode).train_world_size) if mode else 1)
 
 
-def _count_servers(samples: Sequence[tuple[float, str, Any, Any]]) -> int:
+def _max_running(config: Mapping[str, Any]) -> int:
+    return int((config.get("server") or {}).get("max_running_requests") or 256)
+
+
+def _count_servers(samples: Sequence[tuple[float, str, Any, Any, Any]]) -> int:
     """Return how many servers ran at once, most of the time."""
     lives: dict[str, list[float]] = {}
     for at, address, *_ in samples:
@@ -266,10 +322,10 @@ def _count_servers(samples: Sequence[tuple[float, str, Any, Any]]) -> int:
     return max(1, round(sum(end - began for began, end in lives.values()) / total_s))
 
 
-def _server_rates(samples: Sequence[tuple[float, str, Any, Any]]) -> list[ServerRate]:
+def _server_rates(samples: Sequence[tuple[float, str, Any, Any, Any]]) -> list[ServerRate]:
     """Return what each server generated between two samples; empty if servers do not tell."""
     rates, last = [], {}
-    for at, address, running, tokens in samples:
+    for at, address, running, tokens, _ in samples:
         if running is None or tokens is None:
             continue
         if address in last:

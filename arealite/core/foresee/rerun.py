@@ -3,21 +3,22 @@
 Admission, staleness and lead are decided by the `StalenessManager` and `Lead` of real runs, and batches are filled as
 by the executor: oldest first, stale ones dropped, stragglers waited for. Episodes keep their parts: rewards and tools
 take their recorded time, generation shares a server with what else runs there. Steps keep their work. Servers and
-trainer slow each other down if they share cores (`speed`). At its own settings a recording gives its own times again.
+trainer slow each other down if they share cores or a GPU (`speed`). At its own settings a recording gives its own times
+again.
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
+from arealite.core.foresee.recorded_work import GENERATE, recorded_work
 from arealite.core.foresee.recording import Recording, Settings
-from arealite.core.foresee.speed import GenerationSpeed, fit_speed, recorded_work
+from arealite.core.foresee.speed import GenerationSpeed, fit_speed
 from arealite.core.staleness_manager import Lead, StalenessManager
 
-GENERATE = "generate"
 _ENDED_WITHOUT_RESULT = ("rejected", "failed")
 
 
@@ -63,19 +64,36 @@ class _FixedLead:
 
 
 class _Station:
-    """A server, or the trainer. All its jobs progress at the same rate, on an axis of their own, `done`."""
+    """A server, or the trainer. All its jobs progress at the same rate, on an axis of their own, `done`.
 
-    def __init__(self) -> None:
+    At most `most` jobs run at once. A job that starts holds up all of them for `start_s`.
+    """
+
+    def __init__(self, most: float = float("inf"), start_s: float = 0.0) -> None:
+        self.most, self.start_s = most, start_s
         self.jobs: list[tuple[float, int, Callable[[], None]]] = []
-        self.done = self.at = self.rate = 0.0
+        self.waiting: deque[tuple[float, int, Callable[[], None]]] = deque()
+        self.done = self.at = self.debt_s = 0.0
+        # Work in a second, and the share of the device that it has.
+        self.rate = self.share = 1.0
 
     def advance(self, now: float) -> None:
         """Count the work until now, at the present rate."""
-        self.done += (now - self.at) * self.rate
-        self.at = now
+        worked_s, self.at = (now - self.at) * self.share if self.jobs else 0.0, now
+        paid_s = min(worked_s, self.debt_s)
+        self.debt_s -= paid_s
+        self.done += (worked_s - paid_s) * self.rate
 
     def next_end(self) -> float:
-        return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else float("inf")
+        if not self.jobs:
+            return float("inf")
+        return self.at + (self.debt_s + max(0.0, self.jobs[0][0] - self.done) / self.rate) / self.share
+
+    def start_waiting(self) -> None:
+        while self.waiting and len(self.jobs) < self.most:
+            work, order, action = self.waiting.popleft()
+            heapq.heappush(self.jobs, (self.done + work, order, action))
+            self.debt_s += self.start_s
 
 
 class Simulation:
@@ -94,9 +112,11 @@ class Simulation:
 class _Run:
     def __init__(self, simulation: Simulation, scenario: Scenario):
         settings, self.recording = scenario.settings, simulation.recording
+        self.episodes = self.recording.started
         self.works, self.step_works = simulation.works
         self.speed, self.speeds = simulation.speed, scenario.speeds
-        self.servers, self.trainer = [_Station() for _ in range(settings.servers)], _Station()
+        self.servers = [_Station(self.speed.most, self.speed.prompt_s) for _ in range(settings.servers)]
+        self.trainer = _Station()
         eta, self.batch = settings.max_head_offpolicyness, settings.batch_size
         lead = Lead(eta) if settings.lead is None else _FixedLead(min(settings.lead, eta))
         self.manager = StalenessManager(self.batch, eta, settings.max_concurrent_rollouts, cast(Lead, lead))
@@ -140,12 +160,14 @@ class _Run:
 
     def _add_job(self, station: _Station, work: float, action: Callable[[], None]) -> None:
         station.advance(self.now)
-        heapq.heappush(station.jobs, (station.done + work, next(self.order), action))
+        station.waiting.append((work, next(self.order), action))
+        station.start_waiting()
         self._set_rates()
 
     def _end_job(self, station: _Station) -> None:
         station.advance(self.now)
         _, _, action = heapq.heappop(station.jobs)
+        station.start_waiting()
         self._set_rates()
         action()
 
@@ -158,9 +180,10 @@ class _Run:
         shares = self.speed.shares(loads, is_busy)
         for server, load in zip(self.servers, loads, strict=True):
             server.advance(self.now)
-            server.rate = self.factor(GENERATE) * shares.server * self.speed.at(max(1, load), is_busy)
+            server.rate = self.speed.at(max(1, load), is_busy)
+            server.share = self.factor(GENERATE) * shares.server
         self.trainer.advance(self.now)
-        self.trainer.rate = self.factor("trainer") * shares.trainer
+        self.trainer.share = self.factor("trainer") * shares.trainer
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), action))
@@ -178,12 +201,12 @@ class _Run:
     def _begin_part(self, row: int, index: int) -> None:
         """Begin a part of an episode; rows behind the last recorded one repeat the first ones."""
         place = row % len(self.works)
-        episode, works = self.recording.episodes[place], self.works[place]
+        episode, works = self.episodes[place], self.works[place]
         if index == len(works):
             return self._end_episode(row, episode.state)
         kind, work = episode.parts[index][0], works[index]
         if kind == GENERATE:
-            server = min(self.servers, key=lambda each: len(each.jobs))
+            server = min(self.servers, key=lambda each: len(each.jobs) + len(each.waiting))
             self._add_job(server, work, lambda: self._begin_part(row, index + 1))
         else:
             self._later(work / self.factor(kind), lambda: self._begin_part(row, index + 1))
@@ -220,7 +243,7 @@ class _Run:
 
     def _train(self, waited_s: float) -> None:
         for row in [heapq.heappop(self.finished) for _ in range(self.batch)]:
-            samples = max(1, self.recording.episodes[row % len(self.works)].samples)
+            samples = max(1, self.episodes[row % len(self.works)].samples)
             self.result.ages[self.manager.version - self.started.pop(row)] += samples
         self.manager.train(self.batch)
         self.lead.adapt(waited_s, self.now - self.last_batch_at, len(self.finished) >= self.batch)

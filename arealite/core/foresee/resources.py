@@ -30,6 +30,8 @@ class ServerUse(NamedTuple):
 
     steps: Sequence[StepTime]
     cpu_s: float | None
+    # Of the trial at their start, without a trainer beside them; see `inference.step_trial`.
+    trial: Sequence[StepTime] = ()
 
 
 class StepCost(NamedTuple):
@@ -44,14 +46,26 @@ def read_server_use(db: sqlite3.Connection) -> ServerUse:
     """Return the sums over all servers of a run."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'server_steps'").fetchone():
         return ServerUse((), None)
-    sums: dict[int, list[float]] = {}
-    found = db.execute("SELECT steps, cpu_s FROM server_steps").fetchall()
-    for row in (row for steps, _ in found for row in json.loads(steps)):
-        key = round(row[1] / row[0]).bit_length()
-        sums[key] = [old + new for old, new in zip(sums.get(key, [0.0] * len(row)), row, strict=True)]
+    run, trial, found = [], [], db.execute("SELECT steps, cpu_s FROM server_steps").fetchall()
+    for text, _ in found:
+        rows = json.loads(text)
+        # Older versions wrote the rows of the run only.
+        named = rows if isinstance(rows, dict) else {"run": rows}
+        run += [StepTime(*row) for row in named["run"]]
+        trial += [StepTime(*row) for row in named.get("trial", ())]
     cpu_s = [cpu_s for _, cpu_s in found]
-    steps = tuple(StepTime(*row) for _, row in sorted(sums.items()))
-    return ServerUse(steps, sum(cpu_s) if cpu_s and None not in cpu_s else None)
+    total_s = sum(cpu_s) if cpu_s and None not in cpu_s else None
+    return ServerUse(add_rows(run), total_s, add_rows(trial))
+
+
+def add_rows(rows: Iterable[StepTime]) -> tuple[StepTime, ...]:
+    """Add rows of about the same number of sequences, those with prompts apart; the fewest sequences first."""
+    sums: dict[tuple[int, bool], StepTime] = {}
+    for row in rows:
+        key = round(row.sequences / row.steps).bit_length(), row.prompt_tokens > 0
+        known = sums.get(key, StepTime(0, 0, 0, 0.0, 0.0))
+        sums[key] = StepTime(*(old + new for old, new in zip(known, row, strict=True)))
+    return tuple(row for _, row in sorted(sums.items()))
 
 
 def fit_step_cost(use: ServerUse) -> StepCost | None:
@@ -59,7 +73,7 @@ def fit_step_cost(use: ServerUse) -> StepCost | None:
 
     On CPU it counts CPU seconds, which are the same whatever else runs on the cores.
     """
-    rows = [row for row in use.steps if row.sequences > 0]
+    rows = [row for row in add_rows([*use.steps, *use.trial]) if row.sequences > 0]
     seconds = np.array([row.seconds if use.cpu_s is None else row.cpu_s for row in rows])
     if len(rows) < 2 or not (seconds > 0).all():
         return None

@@ -1,21 +1,22 @@
 """How fast servers generate and the trainer works, by what runs at once: fitted to a recording.
 
-Each of n episodes on a server progresses with the speed `1 / (fixed + per_episode·n + busy·b)`, where b says whether
-the trainer works. If the servers counted the seconds of their steps (`resources`), the first two follow from them, and
-`CoreUse` says how servers and trainer slow each other down. Otherwise all three are fitted to samples of the load.
-`recorded_work` measures all that was recorded in these units, so that a re-run with the recorded load takes the
-recorded time, whatever the fit.
+The unit of work of an episode is one step of its server. If the servers counted the seconds of their steps, a
+`StepCurve` says what a step takes with n episodes, and `CoreUse` or `GpuShare` how servers and trainer slow each other
+down. Otherwise a step takes `fixed + per_episode·n + busy·b`, where b says whether the trainer works, fitted to samples
+of the load. `recorded_work` measures all that was recorded in these units.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from arealite.core.foresee.core_sharing import CoreUse, Speeds
-from arealite.core.foresee.recording import PlayedEpisode, Recording
-from arealite.core.foresee.resources import fit_step_cost
+from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
+from arealite.core.foresee.recorded_work import Timeline
+from arealite.core.foresee.recording import Recording
+from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
 
 _MIN_RATES = 6
 
@@ -27,30 +28,59 @@ class GenerationSpeed(NamedTuple):
     per_episode: float = 0.0
     busy: float = 0.0
     is_known: bool = False
-    # Cores that servers and trainer share (None: `busy` is all that is known), and the samples of an episode.
-    cores: CoreUse | None = None
+    # Cores or a GPU that servers and trainer share (None: `busy` is all that is known).
+    shared: CoreUse | GpuShare | None = None
+    # Sequences of an episode that run at once, on average.
     samples: float = 1.0
+    # If it is known, it takes the place of `fixed` and `per_episode`.
+    steps: StepCurve | None = None
+    # Seconds for which a generation that begins holds up its server: the prompt.
+    prompt_s: float = 0.0
+    # Episodes that a server runs at once; others wait.
+    most: float = float("inf")
 
     def at(self, num_episodes: float, is_busy: bool) -> float:
         """Return the units of work per second of one episode on a server, before cores are shared."""
+        if self.steps is not None:
+            return 1.0 / max(1e-12, self.steps.at(num_episodes * self.samples))
         return 1.0 / max(1e-12, self.fixed + self.per_episode * num_episodes + self.busy * is_busy)
 
     def shares(self, loads: Sequence[float], is_busy: bool) -> Speeds:
-        """Return how much servers with so many episodes, and the trainer, are slowed down by shared cores."""
-        if self.cores is None:
+        """Return how much servers with so many episodes, and the trainer, are slowed down by what they share."""
+        if self.shared is None:
             return Speeds(1.0, 1.0)
         active = [load for load in loads if load > 0]
         tokens_per_s = sum(load * self.samples * self.at(max(1.0, load), is_busy) for load in active)
-        return self.cores.speeds(len(active), tokens_per_s, is_busy)
+        return self.shared.speeds(len(active), tokens_per_s, is_busy)
 
 
 def fit_speed(recording: Recording) -> GenerationSpeed:
     """Fit the speed to the servers' own counters."""
-    samples = float(np.median([episode.samples for episode in recording.episodes if episode.samples] or [1]))
-    cost = fit_step_cost(recording.server_use)
-    if cost is not None and recording.cores is not None:
-        return GenerationSpeed(cost.fixed_s, cost.sequence_s * samples, 0.0, True, recording.cores, samples)
-    return _fit_to_rates(recording, samples)
+    timeline = Timeline(recording)
+    samples = _samples_at_once(recording, timeline)
+    use, curve = recording.server_use, fit_step_curve(recording.server_use)
+    is_on_gpu = use.cpu_s is None
+    if curve is None or not (is_on_gpu or recording.cores is not None):
+        return _fit_to_rates(recording, samples)
+    shared: CoreUse | GpuShare | None = recording.cores
+    if is_on_gpu:
+        shared, curve = fit_gpu_share(use, curve, timeline.overlap())
+        shared = shared if recording.shares_gpu else None
+    prompts = sum(row.prompt_tokens for row in use.steps) / max(1, timeline.num_generations)
+    most = max(1.0, (recording.max_running or float("inf")) / samples)
+    return GenerationSpeed(
+        is_known=True, shared=shared, samples=samples, steps=curve, prompt_s=prompts * curve.prompt_s, most=most
+    )
+
+
+def _samples_at_once(recording: Recording, timeline: Timeline) -> float:
+    """Return how many sequences of an episode run at once: those of a group do not end together."""
+    asked = float(np.median([episode.samples for episode in recording.episodes if episode.samples] or [1]))
+    loads = [load for load in recording.loads if not load.waiting]
+    episodes = sum(timeline.num_running(load.time) for load in loads) / recording.settings.servers
+    if episodes < 10:
+        return asked
+    return min(asked, max(1.0, sum(load.running for load in loads) / episodes))
 
 
 def _fit_to_rates(recording: Recording, samples: float) -> GenerationSpeed:
@@ -95,60 +125,3 @@ class _Steps:
         """Return the share of a time that the intervals cover."""
         covered = np.interp([began, end], self._times, self._total)
         return float(covered[1] - covered[0]) / max(end - began, 1e-9)
-
-
-class RecordedWork(NamedTuple):
-    """The work of the parts of each episode and of each step, in the units of `GenerationSpeed`.
-
-    Parts that do not generate have their seconds. A step has the work until its new weights are in use, and all of it.
-    """
-
-    episodes: list[list[float]]
-    steps: list[tuple[float, float]]
-
-
-def recorded_work(recording: Recording, speed: GenerationSpeed) -> RecordedWork:
-    """Measure all recorded work."""
-    generated, trained = _progress(recording, speed)
-    works = []
-    for episode in recording.episodes:
-        at, row = episode.finished_at - sum(seconds for _, seconds in episode.parts), []
-        for kind, seconds in episode.parts:
-            row.append(generated(at + seconds) - generated(at) if kind == "generate" else seconds)
-            at += seconds
-        works.append(row)
-    steps = []
-    for step in recording.steps:
-        began = trained(step.ready_at)
-        ends = (step.ready_at + seconds for seconds in (step.update_s, step.work_s))
-        steps.append(tuple(trained(end) - began for end in ends))
-    return RecordedWork(works, steps)
-
-
-def _generations(episode: PlayedEpisode) -> list[tuple[float, float]]:
-    at, found = episode.finished_at - sum(seconds for _, seconds in episode.parts), []
-    for kind, seconds in episode.parts:
-        if kind == "generate":
-            found.append((at, at + seconds))
-        at += seconds
-    return found
-
-
-def _progress(recording: Recording, speed: GenerationSpeed) -> tuple[Callable[[float], float], ...]:
-    """Return the work of an episode, and of the trainer, until a time, as if they had worked all along."""
-    intervals = [interval for episode in recording.episodes for interval in _generations(episode)]
-    changes = [(began, 1, 0) for began, _ in intervals] + [(end, -1, 0) for _, end in intervals]
-    for step in recording.steps:
-        changes += [(step.ready_at, 0, 1), (step.ready_at + step.work_s, 0, -1)]
-    changes.sort()
-    times = np.array([change[0] for change in changes])
-    counts = np.cumsum([change[1] for change in changes])[:-1].tolist()
-    busy = np.clip(np.cumsum([change[2] for change in changes]), 0, 1)[:-1].tolist()
-    num_servers = recording.settings.servers
-    generating, training = [], []
-    for count, is_busy in zip(counts, busy, strict=True):
-        loads = [count / num_servers] * min(count, num_servers)
-        generating.append(speed.at(max(1.0, count / num_servers), is_busy) * speed.shares(loads, is_busy).server)
-        training.append(speed.shares(loads, True).trainer)
-    sums = [np.concatenate([[0.0], np.cumsum(np.diff(times) * np.array(row))]) for row in (generating, training)]
-    return tuple(lambda at, done=done: float(np.interp(at, times, done)) for done in sums)

@@ -36,9 +36,13 @@ def server_sample(address: str, version: int, is_open: bool, info: Mapping[str, 
         info.get("cached_tokens"),
         info.get("generated_tokens"),
         info.get("busy_s"),
-        json.dumps(info["step_times"]) if info.get("step_times") else None,
+        json.dumps(_step_times(info)) if info.get("step_times") else None,
         info.get("cpu_s"),
     )
+
+
+def _step_times(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {"run": info["step_times"], "trial": info.get("trial_times") or []}
 
 
 async def sample_servers(take: Callable[[], Awaitable[list[ServerSample]]], ledger: Ledger) -> None:

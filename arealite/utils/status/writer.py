@@ -1,6 +1,7 @@
 """`status`: the status of this process, written while it lives (see the package's docstring).
 
-It never fails a run: a file that cannot be written is reported once, and noted in the status in memory.
+It never fails a run: a file that cannot be written is reported once, and noted in the status in memory. A thread of its
+own writes the file, so that the status in memory stays new while a write does not return (a file server that hangs).
 """
 
 import asyncio
@@ -50,10 +51,13 @@ class Status:
         self._memory = -1
         self._file_due = 0.0
         self._problem = ""
+        # Held while the file is written, and since when it is.
+        self._file_lock = threading.Lock()
+        self._writes_since: float | None = None
         # Whether `end` removes the variable again: a notebook may go on with other things.
         self._sets_environment = False
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def begin(self, run_dir: str | Path, name: str, role: str, has_thread: bool = True) -> None:
         """Write the status of this process from now on; nothing changes if it does.
@@ -71,14 +75,18 @@ class Status:
         self._base = _describe_process(run_dir, name, role)
         self._path = Path(run_dir) / FOLDER / f"{name}.json"
         self._file_due = 0.0
+        # A parent process may have been writing when it forked.
+        self._file_lock, self._writes_since = threading.Lock(), None
         self._memory = make_memory(STATUS_NAME)
         self._base["stacks_fd"] = dump_stacks_on_signal()
         atexit.register(self.end)
         self.tick()
         if has_thread:
             self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="status", daemon=True)
-            self._thread.start()
+            bodies = {"status": self._write_memory_often, "status-file": self._write_file_often}
+            self._threads = [threading.Thread(target=body, name=name, daemon=True) for name, body in bodies.items()]
+            for thread in self._threads:
+                thread.start()
 
     def begin_rank(self, run_dir: str | Path) -> None:
         """Begin in a trainer rank, if a launcher has not had it begin before."""
@@ -163,10 +171,9 @@ class Status:
         """Write the status to memory, and to the file if that is due."""
         if self._base is None or self._base["pid"] != os.getpid():
             return
-        content = json.dumps(self.snapshot(), default=str).encode()
-        replace_content(self._memory, content)
+        self._write_memory()
         if time.monotonic() >= self._file_due:
-            self._write_file(content)
+            self._write_file()
             # Not earlier: a write may take long on a slow folder.
             self._file_due = time.monotonic() + FILE_INTERVAL_S
 
@@ -175,8 +182,8 @@ class Status:
         if self._base is None or self._base["pid"] != os.getpid() or "ended" in self._base:
             return
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(2 * INTERVAL_S)
+        for thread in self._threads:
+            thread.join(2 * INTERVAL_S)
         self._base["ended"] = how
         self._file_due = 0.0
         self.tick()
@@ -193,9 +200,31 @@ class Status:
         base = {**(self._base or {}), "written": time.time(), "clock": time.monotonic()}
         known = {"doing": doing, "waits": waits.describe(), "completed": waits.describe_completed(), "loops": loops}
         known["facts"] = dict(self.facts)
-        return {**base, **known, **sources, "events": list(self._events), "problem": self._problem}
+        return {**base, **known, **sources, "events": list(self._events), "problem": self._describe_problem()}
 
-    def _write_file(self, content: bytes) -> None:
+    def _describe_problem(self) -> str:
+        """Say why the file is not written; empty if it is."""
+        since = self._writes_since
+        write_s = 0.0 if since is None else time.monotonic() - since
+        if write_s > FILE_INTERVAL_S:
+            return f"a write of {self._path} has not returned for {write_s:.0f} s"
+        return self._problem
+
+    def _write_memory(self) -> None:
+        replace_content(self._memory, json.dumps(self.snapshot(), default=str).encode())
+
+    def _write_file(self) -> None:
+        """Write the file; not if a write by another thread does not return."""
+        if self._file_lock.acquire(timeout=2 * INTERVAL_S):
+            try:
+                content = json.dumps(self.snapshot(), default=str).encode()
+                self._writes_since = time.monotonic()
+                self._replace_file(content)
+            finally:
+                self._writes_since = None
+                self._file_lock.release()
+
+    def _replace_file(self, content: bytes) -> None:
         assert self._path is not None
         aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
@@ -208,9 +237,13 @@ class Status:
                 logger.warning("the status of this process is not written: %s: %s", self._path, error.strerror)
             self._problem = f"cannot write {self._path}: {error.strerror}"
 
-    def _run(self) -> None:
+    def _write_memory_often(self) -> None:
         while not self._stop.wait(INTERVAL_S):
-            self.tick()
+            self._write_memory()
+
+    def _write_file_often(self) -> None:
+        while not self._stop.wait(FILE_INTERVAL_S):
+            self._write_file()
 
 
 class _LoopProbe:

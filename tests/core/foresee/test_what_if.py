@@ -16,7 +16,7 @@ SPEEDS = [
     GenerationSpeed(),
     GenerationSpeed(0.0, 1.0),
     GenerationSpeed(1.0, 0.2, 0.7),
-    GenerationSpeed(1.0, 0.2, cores=CoreUse(1.0, server=1.1, token_s=0.1)),
+    GenerationSpeed(1.0, 0.2, shared=CoreUse(1.0, server=1.1, token_s=0.1)),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_second_server_halves_a_generation_that_is_bound_by_throughput():
 )
 def test_asynchronous_steps_share_the_cores(cores, step_s):
     recording = synchronous(num_steps=40, reward_s=0.0, late_s=0.0, update_s=2.0, after_s=0.0)
-    simulation = Simulation(recording, GenerationSpeed(0.0, 1.0, cores=cores))
+    simulation = Simulation(recording, GenerationSpeed(0.0, 1.0, shared=cores))
     assert simulation.run(Scenario(recording.settings)).step_s == pytest.approx(4.0), "as recorded: no overlap"
     ahead = replace(recording.settings, max_head_offpolicyness=4, lead=4)
     assert simulation.run(Scenario(ahead)).step_s == pytest.approx(step_s, rel=0.03)

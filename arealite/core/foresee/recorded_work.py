@@ -1,0 +1,176 @@
+"""The work of all that was recorded, in the units of `GenerationSpeed`.
+
+`Timeline` orders what began and ended in a recording. `recorded_work` goes through it with a speed: an episode has done
+as many steps of its server as the speed says for the load that it met, so that a re-run with the recorded load takes
+the recorded time, and one with another load takes the time of that load.
+"""
+
+import random
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from arealite.core.foresee.core_sharing import Speeds
+from arealite.core.foresee.recording import PlayedEpisode, Recording
+
+GENERATE = "generate"
+
+
+class Speed(Protocol):
+    """What is needed of a `GenerationSpeed`."""
+
+    @property
+    def prompt_s(self) -> float: ...
+
+    @property
+    def most(self) -> float: ...
+
+    def at(self, num_episodes: float, is_busy: bool) -> float: ...
+
+    def shares(self, loads: list[float], is_busy: bool) -> Speeds: ...
+
+
+class _Change(NamedTuple):
+    """`what` ends (0) or begins (1): a generation by its place in the recording, or the work of the trainer (None)."""
+
+    time: float
+    what: int
+    place: tuple[int, int] | None
+
+
+class Timeline:
+    """Beginnings and ends of generations and of the trainer's work, in order."""
+
+    def __init__(self, recording: Recording):
+        self.recording = recording
+        changes = []
+        for number, episode in enumerate(recording.started):
+            at = episode.finished_at - sum(seconds for _, seconds in episode.parts)
+            for index, (kind, seconds) in enumerate(episode.parts):
+                if kind == GENERATE and seconds > 0:
+                    changes += [_Change(at, 1, (number, index)), _Change(at + seconds, 0, (number, index))]
+                at += seconds
+        self.num_generations = len(changes) // 2
+        for step in recording.steps:
+            changes += [_Change(step.ready_at, 1, None), _Change(step.ready_at + step.work_s, 0, None)]
+        # At the same time, what has ended makes room first.
+        self.changes = sorted(changes, key=lambda change: (change.time, change.what))
+        self._times = np.array([change.time for change in self.changes])
+        steps = np.array([0 if change.place is None else 2 * change.what - 1 for change in self.changes])
+        self._running = np.cumsum(steps)
+
+    def num_running(self, time: float) -> int:
+        """Return how many episodes generated at a time."""
+        place = int(np.searchsorted(self._times, time, side="right"))
+        return int(self._running[place - 1]) if place else 0
+
+    def overlap(self) -> float:
+        """Return the share of the servers' time in which the trainer worked."""
+        active_s = both_s = 0.0
+        num_busy = 0
+        for number, change in enumerate(self.changes[:-1]):
+            num_busy += 2 * change.what - 1 if change.place is None else 0
+            seconds = self.changes[number + 1].time - change.time
+            if self._running[number] > 0:
+                active_s += seconds
+                both_s += seconds if num_busy > 0 else 0.0
+        return both_s / max(active_s, 1e-9)
+
+
+class RecordedWork(NamedTuple):
+    """The work of the parts of each started episode and of each step.
+
+    Parts that do not generate have their seconds. A step has the work until its new weights are in use, and all of it.
+    """
+
+    episodes: list[list[float]]
+    steps: list[tuple[float, float]]
+
+
+def recorded_work(recording: Recording, speed: Speed) -> RecordedWork:
+    """Measure all recorded work."""
+    timeline = Timeline(recording)
+    sweep = _Sweep(speed, recording.settings.servers, timeline.changes[0].time)
+    trained_at, trained = [], []
+    for change in timeline.changes:
+        sweep.advance(change.time)
+        trained_at.append(change.time)
+        trained.append(sweep.trained)
+        sweep.apply(change)
+    steps = []
+    for step in recording.steps:
+        times = [step.ready_at, step.ready_at + step.update_s, step.ready_at + step.work_s]
+        began, updated, ended = np.interp(times, trained_at, trained).tolist()
+        steps.append((updated - began, ended - began))
+    works = [
+        [
+            sweep.works.get((number, index), 0.0) if kind == GENERATE else seconds
+            for index, (kind, seconds) in enumerate(episode.parts)
+        ]
+        for number, episode in enumerate(recording.started)
+    ]
+    return RecordedWork(_finished(recording, works), steps)
+
+
+def _finished(recording: Recording, works: list[list[float]]) -> list[list[float]]:
+    """Give episodes that still ran at the end the work of a longer one that ended."""
+    rows = list(zip(recording.started, works, strict=True))
+    ended = sorted(sum(_generated(e, work)) for e, work in rows if e.state != "running")
+    for number, (episode, work) in enumerate(rows):
+        if episode.state == "running":
+            longer = ended[bisect_right(ended, sum(work)) :]
+            works[number] = [random.Random(episode.number).choice(longer)] if longer else work
+    return works
+
+
+def _generated(episode: PlayedEpisode, works: list[float]) -> list[float]:
+    return [work for (kind, _), work in zip(episode.parts, works, strict=True) if kind == GENERATE]
+
+
+class _Sweep:
+    """Goes through a recording. Servers share their load equally; what they cannot run waits in order of arrival."""
+
+    def __init__(self, speed: Speed, servers: int, began: float):
+        self.speed, self.servers = speed, servers
+        self.works: dict[tuple[int, int], float] = {}
+        # Steps that an episode would have made so far, and work of a trainer that had never waited.
+        self.done = self.trained = 0.0
+        self._at = began
+        # Steps at the start of a generation, and, for those that wait, at their arrival.
+        self._running: dict[tuple[int, int], float] = {}
+        self._waiting: dict[tuple[int, int], float] = {}
+        self._order: deque[tuple[int, int]] = deque()
+        self._num_busy = 0
+        # Seconds of prompts before steps go on.
+        self._debt_s = 0.0
+
+    def advance(self, now: float) -> None:
+        seconds, self._at = now - self._at, now
+        load, is_busy = len(self._running) / self.servers, self._num_busy > 0
+        loads = [max(1.0, load)] * min(len(self._running), self.servers)
+        self.trained += seconds * self.speed.shares(loads, True).trainer
+        if loads:
+            worked_s = seconds * self.speed.shares(loads, is_busy).server
+            paid_s = min(worked_s, self._debt_s)
+            self._debt_s -= paid_s
+            self.done += (worked_s - paid_s) * self.speed.at(max(1.0, load), is_busy)
+
+    def apply(self, change: _Change) -> None:
+        if change.place is None:
+            self._num_busy += 2 * change.what - 1
+        elif change.what:
+            self._waiting[change.place] = self.done
+            self._order.append(change.place)
+        else:
+            # One that ends while it seems to wait has run all the time: the limit was not exact.
+            began = self._running.pop(change.place, None)
+            began = self._waiting.pop(change.place, 0.0) if began is None else began
+            self.works[change.place] = self.done - began
+        while self._order and len(self._running) < max(1.0, self.speed.most * self.servers):
+            place = self._order.popleft()
+            if place in self._waiting:
+                del self._waiting[place]
+                self._running[place] = self.done
+                self._debt_s += self.speed.prompt_s / self.servers

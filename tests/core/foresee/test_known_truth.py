@@ -1,0 +1,115 @@
+"""What-if answers in worlds whose truth is known: steps by load, a limit of requests, prompts, shared devices."""
+
+from dataclasses import replace
+
+import pytest
+
+from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
+from arealite.core.foresee.resources import ServerUse, StepTime
+from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
+from arealite.core.foresee.what_if import WhatIf, parse_question
+from tests.core.foresee.token_world import World, record
+
+# Steps of a small model on an aarch64 core: kernels change between 8 and 16 sequences.
+CPU = World(
+    loads=(1, 8, 18, 41, 89, 182, 395, 700),
+    step_s=(2.9e-3, 3.5e-3, 6.4e-3, 7.8e-3, 10.2e-3, 14.5e-3, 24e-3, 40e-3),
+    shared=CoreUse(2, 1.06, 1.0, 1, 1.4e-5),
+    prompt_s=4e-5,
+    train_s=0.3,
+    length=(12.0, 1.2, 250),
+)
+GPU = World(
+    loads=(1, 64, 256, 512),
+    step_s=(0.9e-3, 1.2e-3, 2.1e-3, 3.6e-3),
+    shared=GpuShare(0.5, 0.75),
+    prompt_s=1e-6,
+    prompt_tokens=64,
+    max_running=256,
+    batch=16,
+    train_s=0.2,
+    update_s=0.05,
+    length=(60.0, 1.2, 800),
+)
+WORLDS = {
+    "cores": CPU,
+    "a limit of requests": replace(CPU, max_running=128),
+    "long prompts": replace(CPU, prompt_tokens=150),
+    "samples that differ": replace(CPU, length=(20.0, 0.6, 250), spread=0.8),
+    "a GPU": GPU,
+}
+
+
+def ask(asked, eta):
+    return asked.ask(*parse_question([f"max_head_offpolicyness={eta}"], asked.recording.settings)).rerun.step_s
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_each_run_predicts_the_others(name):
+    runs = {eta: WhatIf(record(WORLDS[name], eta, 12)) for eta in (0, 1, 4)}
+    ratios = {
+        (source, eta): ask(asked, eta) / other.recorded_step_s
+        for source, asked in runs.items()
+        for eta, other in runs.items()
+    }
+    assert all(abs(ratio - 1) < 0.1 for ratio in ratios.values()), ratios
+
+
+def test_without_a_trial_the_loads_of_a_synchronous_run_are_not_known():
+    world = replace(CPU, batch=64, length=(20.0, 1.2, 400))
+    synchronous = WhatIf(record(world, 0, 12)).recorded_step_s
+    with_trial, without = (WhatIf(record(world, 1, 12, with_trial=known)) for known in (True, False))
+    assert ask(with_trial, 0) == pytest.approx(synchronous, rel=0.1)
+    assert ask(without, 0) > 1.1 * synchronous, "a full server tells nothing about steps of one episode"
+
+
+def test_the_share_of_a_gpu_is_found():
+    found = WhatIf(record(GPU, 4, 12)).simulation.speed.shared
+    assert found.is_known and found.server == pytest.approx(GPU.shared.server, abs=0.05)
+    # Nothing in a synchronous run was done at once.
+    assert WhatIf(record(replace(GPU, update_s=0.0), 0, 12)).simulation.speed.shared == GpuShare()
+
+
+def rows(*values):
+    return [
+        StepTime(steps, steps * load, prompts, steps * seconds, steps * seconds)
+        for steps, load, prompts, seconds in values
+    ]
+
+
+def test_the_curve_goes_through_what_was_measured():
+    use = ServerUse(
+        rows((10, 8, 0, 3.0), (1, 40, 0, 2.0), (10, 64, 0, 10.0), (5, 64, 50, 11.0)), 100.0, rows((4, 1, 0, 1.0))
+    )
+    curve = fit_step_curve(use)
+    assert curve.at(0) == curve.at(1) == 1.0
+    # 8 and 40 are in the wrong order: 32 seconds of 11 steps, 120 sequences.
+    assert curve.at(120 / 11) == pytest.approx(32 / 11) and curve.at(64) == pytest.approx(10.0)
+    assert curve.at(128) > 15, "it goes on as before"
+    assert curve.prompt_s == pytest.approx(5 * 1.0 / 50)
+    assert fit_step_curve(ServerUse(rows((10, 8, 0, 3.0)), 30.0)) is None
+    # On a GPU the trial counts: nothing disturbed it.
+    trial = rows((4, 1, 0, 1.0), (4, 64, 0, 2.0))
+    assert fit_step_curve(ServerUse(use.steps, None, trial)).at(64) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("overlap", "trial", "server", "scale"),
+    [
+        # Steps take 2 s instead of 1. No overlap: answers are longer than those of the trial.
+        (0.0, True, GpuShare().server, 2.0),
+        (1.0, True, 0.5, 1.0),
+        # Half of the time alone, so the other half at no speed at all: the least that is believed.
+        (0.5, True, 0.05, 1.0),
+        # Without a trial the speed is assumed, and the curve of the run holds both times.
+        (1.0, False, GpuShare().server, 2.0 * GpuShare().server),
+    ],
+)
+def test_the_share_of_a_gpu_by_hand(overlap, trial, server, scale):
+    alone, run = rows((4, 1, 0, 1.0), (4, 64, 0, 1.0)), rows((100, 8, 0, 2.0), (50, 64, 0, 2.0))
+    use = ServerUse(run, None, alone if trial else ())
+    curve = StepCurve((1.0, 64.0), (1.0, 1.0) if trial else (2.0, 2.0))
+    found, scaled = fit_gpu_share(use, curve, overlap)
+    assert found.server == pytest.approx(server) and found.is_known == (trial and overlap > 0)
+    assert scaled.at(8) == pytest.approx(scale)
