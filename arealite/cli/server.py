@@ -30,7 +30,7 @@ def run_server(config: ServerConfig) -> int:
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     sock = bind(config.host, config.port)
-    engine = Engine(config).start()
+    engine = Engine(config).start(with_trial=True)
     status.facts["address"] = "{}:{}".format(*sock.getsockname()[:2])
     status.add("engine", engine.status)
     # The collector would scan torch's objects again and again while requests wait.

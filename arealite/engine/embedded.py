@@ -53,7 +53,7 @@ class EmbeddedEngine(CollectingEngine):
 
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         with startup_phase("servers", "starting the inference engine"):
-            self._engine = Engine(self.server).start()
+            self._engine = Engine(self.server).start(with_trial=self.server.device != "cpu")
         self.start_executor(train_batch_size)
 
     def destroy(self) -> None:

@@ -45,8 +45,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
         self.busy_s = 0.0
-        # Steps of requests, and of a trial, for which there is time until somebody asks for something.
-        self.step_times, self.trial_times, self._is_new = StepTimes(), StepTimes(), True
+        self.step_times, self.trial_times, self._is_trial_due = StepTimes(), StepTimes(), False
         # When the present step began; None between two steps.
         self._step_began: float | None = None
         self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
@@ -131,9 +130,9 @@ class Engine:
 
     # ------------------------------------------------------------------------------ calls from other threads
 
-    def start(self) -> Self:
-        """Start the thread."""
-        self._started_cpu_s = time.process_time()
+    def start(self, with_trial: bool = False) -> Self:
+        """Start the thread. `with_trial` measures steps, once, if nobody asks for anything at first."""
+        self._started_cpu_s, self._is_trial_due = time.process_time(), with_trial and self.ranks is None
         self._thread.start()
         return self
 
@@ -377,9 +376,9 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is work, then run the queued calls. False: the loop is closing."""
         with self._wake:
-            timeout_s = IDLE_S if self._is_new and self.ranks is None else None
+            timeout_s = IDLE_S if self._is_trial_due else None
             is_due = self._wake.wait_for(lambda: self._inbox or self._closing or self.core.can_step, timeout_s)
-        self._is_new = False
+        self._is_trial_due = False
         if not is_due:
             measure_steps(self.core, self.trial_times, lambda: not (self._inbox or self._closing))
             self._started_cpu_s = time.process_time()

@@ -31,7 +31,7 @@ from arealite.utils.activity import activity
 from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
-from arealite.utils.process import STORE_ENV, is_stopped
+from arealite.utils.process import SHARED_GPU_ENV, STORE_ENV, is_stopped
 from arealite.utils.status.writer import status
 from arealite.utils.text import clean
 
@@ -373,7 +373,8 @@ class NodePart:
         return addresses or list(published.values()), self.wait_for(["master"])["master"]
 
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
-        env = self.job.rank_env(servers, master, local_world_size) | self.mps_env
+        shared = {SHARED_GPU_ENV: "1"} if self.placement.shares_gpus else {}
+        env = self.job.rank_env(servers, master, local_world_size) | self.mps_env | shared
         if self.mps_env:
             # Below the servers on the same GPU: their kernels are short, and the trainer waits for their samples.
             env["CUDA_MPS_CLIENT_PRIORITY"] = "1"

@@ -28,6 +28,8 @@ ATTEMPT_ENV = "AREALITE_ATTEMPT"
 RESUME_ENV = "AREALITE_RESUME"
 # Folder in which the ranks of one machine meet, set by a launcher.
 STORE_ENV = "AREALITE_STORE"
+# Set by a launcher for ranks that have a GPU in common with a server.
+SHARED_GPU_ENV = "AREALITE_SHARED_GPU"
 _PR_SET_PDEATHSIG = 1
 # For checkpoints, processes and libraries, besides connections.
 _RESERVED_DESCRIPTORS = 256

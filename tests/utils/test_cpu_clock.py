@@ -1,6 +1,7 @@
 import threading
 import time
 
+from arealite.utils.process import SHARED_GPU_ENV
 from arealite.utils.trace.cpu_clock import CpuClock
 
 
@@ -32,3 +33,9 @@ def test_seconds_of_the_thread_that_runs_episodes_are_counted_apart():
     finally:
         stop.set()
         threads[0].join()
+
+
+def test_a_launcher_says_that_a_server_has_the_same_gpu(monkeypatch):
+    assert "gpu/shared" not in CpuClock().take()
+    monkeypatch.setenv(SHARED_GPU_ENV, "1")
+    assert CpuClock().take()["gpu/shared"] == 1

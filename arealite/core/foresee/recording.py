@@ -27,6 +27,8 @@ _AFTER_UPDATE = ("rollout", "evaluate", "save")
 _STARTUP = "time/startup/"
 # A restart of the clock, or an episode that a checkpoint restored.
 _MAX_EPISODE_S = 30 * 86_400.0
+# The address of an engine in the trainer's process.
+_OWN_ENGINE = "embedded"
 
 
 class RecordingError(AReaLiteError):
@@ -165,7 +167,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
         _cores(config, server_use, used),
         [ServerLoad(at, running, waiting) for at, _, running, _, waiting in samples if None not in (running, waiting)],
         _max_running(config) if server_use.steps else None,
-        any(line.get("gpu/shared") for line in used),
+        any(line.get("gpu/shared") for line in used) or any(address == _OWN_ENGINE for _, address, *_ in samples),
         _unfinished(running, steps, episodes),
         notes,
     )

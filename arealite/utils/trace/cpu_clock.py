@@ -8,6 +8,8 @@ import os
 import threading
 import time
 
+from arealite.utils.process import SHARED_GPU_ENV
+
 # Threads that are not the trainer's: the one that runs episodes, and an inference engine in this process, which counts
 # its own seconds (`inference.step_times`).
 _ROLLOUT, _ENGINE = "rollout", "inference-engine"
@@ -26,7 +28,8 @@ class CpuClock:
         process_s, rollout_s, engine_s = (max(0.0, new - old) for new, old in zip(now, self._last, strict=True))
         self._last = now
         trainer_s = max(0.0, process_s - rollout_s - engine_s)
-        return {"cpu/trainer": trainer_s, "cpu/rollout": rollout_s, "cpu/cores": float(num_cores())}
+        found = {"cpu/trainer": trainer_s, "cpu/rollout": rollout_s, "cpu/cores": float(num_cores())}
+        return found | ({"gpu/shared": 1.0} if SHARED_GPU_ENV in os.environ else {})
 
 
 def num_cores() -> int:
