@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+from arealite.core.foresee.step_curve import StepCurve
+
 
 @dataclass(frozen=True)
 class ServerCost:
     """One inference server.
 
     A decode step of b sequences with c tokens of context in all takes
-    `step_s + max(weights_s, b * compute_s) + b * sequence_s + c * context_s`.
+    `step_s + max(weights_s, b * compute_s) + b * sequence_s + c * context_s`. If `curve` is known, it says all but
+    the last.
     """
 
     step_s: float
@@ -28,16 +31,19 @@ class ServerCost:
     max_running: int = 256
     # Size of the KV cache, in tokens.
     cache_tokens: float = float("inf")
+    # Measured seconds of a step by its sequences.
+    curve: StepCurve | None = None
 
-    def base_s(self, num_sequences: int) -> float:
+    def base_s(self, num_sequences: float) -> float:
         """Return the seconds of a step without those that depend on the context."""
+        if self.curve is not None:
+            return self.curve.at(num_sequences)
         memory_or_compute = max(self.weights_s, num_sequences * self.compute_s)
         return self.step_s + memory_or_compute + num_sequences * self.sequence_s
 
     def tokens_per_s(self, num_sequences: float, context: float) -> float:
         """Return the speed with so many sequences, each with `context` tokens on average."""
-        step = self.step_s + max(self.weights_s, num_sequences * self.compute_s)
-        return num_sequences / (step + num_sequences * (self.sequence_s + context * self.context_s))
+        return num_sequences / (self.base_s(num_sequences) + num_sequences * context * self.context_s)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from arealite.api.errors import ConfigError
 from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.workload import Distribution, Workload
 
@@ -24,8 +25,8 @@ class Measured:
     train: TrainCost
     update: UpdateCost
     eta: int = 4
-    # Cores that servers and trainer share; None: each has its own devices.
-    cores: CoreUse | None = None
+    # Cores or a GPU that servers and trainer share; None: each has its own devices.
+    cores: CoreUse | GpuShare | None = None
     # The run's own limits besides eta.
     adaptive_lead: bool = True
     max_concurrent: int | None = None
@@ -34,8 +35,9 @@ class Measured:
 def describe_costs(measured: Measured) -> str:
     """Return the costs in one line."""
     server, train, update = measured.server, measured.train, measured.update
+    few, many = (1e3 * server.base_s(count) for count in (1, server.max_running))
     return (
-        f"decode step {1e3 * server.step_s:.2f} ms + {1e3 * server.sequence_s:.3f} ms a sequence, "
+        f"decode step {few:.2f} ms with one sequence, {many:.2f} ms with {server.max_running}, "
         f"prompts {1 / max(server.prompt_s, 1e-12):,.0f} tokens/s, "
         f"training {1 / max(train.token_s, 1e-12):,.0f} tokens/s, "
         f"weight update {update.publish_s + update.load_s:.2f} s"

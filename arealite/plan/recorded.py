@@ -19,6 +19,8 @@ from arealite.api.errors import ConfigError
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.recording import PlayedEpisode, Recording, read_recording
 from arealite.core.foresee.resources import fit_step_cost
+from arealite.core.foresee.speed import fit_devices
+from arealite.core.foresee.step_curve import StepCurve
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.match import FILLING_STEPS, Target, match
@@ -45,17 +47,19 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     mode = AllocationMode.from_str(config.get("allocation_mode") or "embedded.d1+d1")
     with contextlib.closing(open_ledger(run_dir.db_path)) as database:
         shapes = _read_shapes(recording, database)
-    on_gpu = str((config.get("actor") or {}).get("device", "cpu")).startswith("cuda")
+    curve, shared = fit_devices(recording)
+    on_gpu = recording.server_use.cpu_s is None and bool(recording.server_use.steps)
+    on_gpu = on_gpu or str((config.get("actor") or {}).get("device", "cpu")).startswith("cuda")
     update_s = mean(step.get("time/weights", 0.0) for step in warm)
     target = _target(recording, warm)
     first = Measured(
         _workload(config, recording, shapes),
         recording.settings.servers,
-        _server_cost(config, recording),
+        _server_cost(config, recording, curve),
         _train_cost(warm, target, update_s, mode.train.data if mode.train else 1),
         UpdateCost(publish_s=update_s / 2, load_s=update_s / 2, is_swap=mode.gen_backend == "embedded"),
         recording.settings.max_head_offpolicyness,
-        recording.cores or (None if on_gpu else CoreUse(num_cores())),
+        shared or (None if on_gpu else CoreUse(num_cores())),
         recording.settings.lead is None,
         recording.settings.max_concurrent_rollouts,
     )
@@ -111,9 +115,11 @@ def _generate_s(episode: PlayedEpisode) -> float:
     return sum(seconds for kind, seconds in episode.parts if kind == "generate")
 
 
-def _server_cost(config: dict[str, Any], recording: Recording) -> ServerCost:
+def _server_cost(config: dict[str, Any], recording: Recording, curve: StepCurve | None) -> ServerCost:
     """Return the cost of a step by what the servers counted, or else by two samples of their load."""
     running = int((config.get("server") or {}).get("max_running_requests") or 256)
+    if curve is not None:
+        return ServerCost(curve.at(1), prompt_s=curve.prompt_s, max_running=running, curve=curve)
     cost = fit_step_cost(recording.server_use)
     if cost is not None:
         return ServerCost(cost.fixed_s, sequence_s=cost.sequence_s, prompt_s=cost.prompt_s, max_running=running)

@@ -1,9 +1,10 @@
-"""`SharedCores`: servers and a trainer of a simulation that share the cores of one machine.
+"""`SharedCores`: servers and a trainer of a simulation that share the cores of one machine, or a GPU.
 
-`CoreUse` has the arithmetic: how fast each of them is by which of them are active.
+`CoreUse` and `GpuShare` have the arithmetic: how fast each of them is by which of them are active.
 """
 
 from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.plan.server_model import DecodingServer
 from arealite.plan.virtual_time import VirtualLoop
 
@@ -11,7 +12,7 @@ from arealite.plan.virtual_time import VirtualLoop
 class SharedCores:
     """Sets the speed of servers, and of the trainer's work, by how many are active."""
 
-    def __init__(self, loop: VirtualLoop, use: CoreUse, servers: list[DecodingServer]):
+    def __init__(self, loop: VirtualLoop, use: CoreUse | GpuShare, servers: list[DecodingServer]):
         self._loop, self._use, self._servers = loop, use, servers
         self._trainer_works = False
         self._work_left_s = 0.0

@@ -21,6 +21,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch, WeightUpdateMeta
 from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.core.ledger.store import Ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.server_model import DecodingServer
@@ -57,7 +58,7 @@ class Setup:
     warm_up: int | None = None
     crashes: tuple[Crash, ...] = ()
     # Cores that servers and trainer share; None: each has its own devices.
-    cores: CoreUse | None = None
+    cores: CoreUse | GpuShare | None = None
     seed: int = 1
     ledger_path: Path | None = None
 

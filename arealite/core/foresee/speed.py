@@ -58,19 +58,23 @@ def fit_speed(recording: Recording) -> GenerationSpeed:
     """Fit the speed to the servers' own counters."""
     timeline = Timeline(recording)
     samples = _samples_at_once(recording, timeline)
-    use, curve = recording.server_use, fit_step_curve(recording.server_use)
-    is_on_gpu = use.cpu_s is None
-    if curve is None or not (is_on_gpu or recording.cores is not None):
+    curve, shared = fit_devices(recording)
+    if curve is None or (shared is None and recording.server_use.cpu_s is not None):
         return _fit_to_rates(recording, samples)
-    shared: CoreUse | GpuShare | None = recording.cores
-    if is_on_gpu:
-        shared, curve = fit_gpu_share(use, curve, timeline.overlap())
-        shared = shared if recording.shares_gpu else None
-    prompts = sum(row.prompt_tokens for row in use.steps) / max(1, timeline.num_generations)
+    prompts = sum(row.prompt_tokens for row in recording.server_use.steps) / max(1, timeline.num_generations)
     most = max(1.0, (recording.max_running or float("inf")) / samples)
     return GenerationSpeed(
         is_known=True, shared=shared, samples=samples, steps=curve, prompt_s=prompts * curve.prompt_s, most=most
     )
+
+
+def fit_devices(recording: Recording) -> tuple[StepCurve | None, CoreUse | GpuShare | None]:
+    """Return what steps of a server take that has its device to itself, and how servers share theirs with a trainer."""
+    use, curve = recording.server_use, fit_step_curve(recording.server_use)
+    if curve is None or use.cpu_s is not None:
+        return curve, recording.cores
+    share, curve = fit_gpu_share(use, curve, Timeline(recording).overlap())
+    return curve, share if recording.shares_gpu else None
 
 
 def _samples_at_once(recording: Recording, timeline: Timeline) -> float:
