@@ -22,8 +22,8 @@ from arealite.inference.core import EngineCore
 from arealite.inference.loading import load_model, load_processor, load_tokenizer, prepare_model
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
-from arealite.inference.step_times import StepTimes
-from arealite.inference.step_trial import IDLE_S, measure_steps
+from arealite.inference.timing.step_times import StepTimes
+from arealite.inference.timing.step_trial import IDLE_S, measure_steps
 from arealite.inference.vision import PromptImages, read_prompt
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial

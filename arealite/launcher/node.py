@@ -373,11 +373,10 @@ class NodePart:
         return addresses or list(published.values()), self.wait_for(["master"])["master"]
 
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
-        shared = {SHARED_GPU_ENV: "1"} if self.placement.shares_gpus else {}
-        env = self.job.rank_env(servers, master, local_world_size) | self.mps_env | shared
-        if self.mps_env:
+        env = self.job.rank_env(servers, master, local_world_size) | self.mps_env
+        if self.placement.shares_gpus:
             # Below the servers on the same GPU: their kernels are short, and the trainer waits for their samples.
-            env["CUDA_MPS_CLIENT_PRIORITY"] = "1"
+            env |= {SHARED_GPU_ENV: "1"} | ({"CUDA_MPS_CLIENT_PRIORITY": "1"} if self.mps_env else {})
         devices = [rank.device for rank in self.placement.ranks_on(self.node) if rank.device is not None]
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)

@@ -8,8 +8,8 @@ import pytest
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.step_times import StepTimes
-from arealite.inference.step_trial import measure_steps
+from arealite.inference.timing.step_times import StepTimes
+from arealite.inference.timing.step_trial import measure_steps
 from tests.inference.conftest import make_model
 
 

@@ -15,7 +15,7 @@ from arealite.core.foresee.core_sharing import CoreUse
 
 
 class StepTime(NamedTuple):
-    """Sums over steps of servers with about the same number of sequences; see `inference.step_times`."""
+    """Sums over steps of servers with about the same number of sequences; see `inference.timing.step_times`."""
 
     steps: float
     sequences: float
@@ -30,7 +30,7 @@ class ServerUse(NamedTuple):
 
     steps: Sequence[StepTime]
     cpu_s: float | None
-    # Of the trial at their start, without a trainer beside them; see `inference.step_trial`.
+    # Of the trial at their start, without a trainer beside them; see `inference.timing.step_trial`.
     trial: Sequence[StepTime] = ()
 
 

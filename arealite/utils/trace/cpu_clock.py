@@ -11,7 +11,7 @@ import time
 from arealite.utils.process import SHARED_GPU_ENV
 
 # Threads that are not the trainer's: the one that runs episodes, and an inference engine in this process, which counts
-# its own seconds (`inference.step_times`).
+# its own seconds (`inference.timing.step_times`).
 _ROLLOUT, _ENGINE = "rollout", "inference-engine"
 
 

@@ -16,7 +16,7 @@ from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.core.foresee.recording import PlayedEpisode, PlayedStep, Recording, ServerLoad, Settings
 from arealite.core.foresee.rerun import Scenario, _Run, _Station
 from arealite.core.foresee.resources import ServerUse, StepTime
-from arealite.inference.step_times import StepTimes
+from arealite.inference.timing.step_times import StepTimes
 
 SAMPLE_S = 2.0
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from arealite.inference.core import EngineCore
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.step_times import StepTimes
+from arealite.inference.timing.step_times import StepTimes
 
 # The engine must have been idle for so long.
 IDLE_S = 0.5
