@@ -33,7 +33,10 @@ class Speed(Protocol):
 
 
 class _Change(NamedTuple):
-    """`what` ends (0) or begins (1): a generation by its place in the recording, or the work of the trainer (None)."""
+    """Something ends (`what` 0) or begins (1).
+
+    It is a generation, by its place in the recording, or the work of the trainer (`place` None).
+    """
 
     time: float
     what: int
@@ -130,7 +133,10 @@ def _generated(episode: PlayedEpisode, works: list[float]) -> list[float]:
 
 
 class _Sweep:
-    """Goes through a recording. Servers share their load equally; what they cannot run waits in order of arrival."""
+    """Goes through a recording.
+
+    Servers share their load equally; what they cannot run waits in order of arrival.
+    """
 
     def __init__(self, speed: Speed, servers: int, began: float):
         self.speed, self.servers = speed, servers

@@ -15,7 +15,7 @@ from arealite.core.foresee.core_sharing import CoreUse
 
 
 class StepTime(NamedTuple):
-    """Sums over steps of servers with about the same number of sequences; see `inference.timing.step_times`."""
+    """Sums over steps with about the same number of sequences; see `inference.timing.step_times`."""
 
     steps: float
     sequences: float
@@ -59,7 +59,10 @@ def read_server_use(db: sqlite3.Connection) -> ServerUse:
 
 
 def add_rows(rows: Iterable[StepTime]) -> tuple[StepTime, ...]:
-    """Add rows of about the same number of sequences, those with prompts apart; the fewest sequences first."""
+    """Add rows of about the same number of sequences, those with prompts apart.
+
+    Returns the fewest sequences first.
+    """
     sums: dict[tuple[int, bool], StepTime] = {}
     for row in rows:
         key = round(row.sequences / row.steps).bit_length(), row.prompt_tokens > 0

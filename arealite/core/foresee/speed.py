@@ -69,7 +69,7 @@ def fit_speed(recording: Recording) -> GenerationSpeed:
 
 
 def fit_devices(recording: Recording) -> tuple[StepCurve | None, CoreUse | GpuShare | None]:
-    """Return what steps of a server take that has its device to itself, and how servers share theirs with a trainer."""
+    """Return what steps take on a device of their own, and how servers share theirs with a trainer."""
     use, curve = recording.server_use, fit_step_curve(recording.server_use)
     if curve is None or use.cpu_s is not None:
         return curve, recording.cores

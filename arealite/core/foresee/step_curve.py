@@ -12,7 +12,7 @@ from arealite.core.foresee.resources import ServerUse, StepTime, add_rows
 
 
 class StepCurve(NamedTuple):
-    """Points with lines between them; before the first point it is level, after the last one it goes on as before."""
+    """Points with lines between them: level before the first one, going on as before after the last."""
 
     loads: tuple[float, ...]
     seconds: tuple[float, ...]

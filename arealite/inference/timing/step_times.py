@@ -7,7 +7,7 @@ costs about a microsecond a step.
 
 
 class StepTimes:
-    """Sums of steps with 0, 1, 2–3, 4–7, … sequences; those that also compute prompts have rows of their own."""
+    """Sums of steps with 0, 1, 2–3, 4–7, … sequences; those with prompts have rows of their own."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, bool], list[float]] = {}
