@@ -7,6 +7,8 @@ GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=rows, reward_fn=re
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from arealite.utils.imports import quick_imports
+
 if TYPE_CHECKING:
     from arealite.easy.base import TrainResult
     from arealite.easy.grpo import GRPOTrainer
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer", "TrainResult", "__version__"]
+
+quick_imports.install()
 
 # Imported at the first use: they import torch, which takes seconds.
 _MODULES = {

@@ -1,0 +1,1 @@
+"""Faster imports of large packages."""
