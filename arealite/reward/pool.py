@@ -29,7 +29,7 @@ from arealite.utils.trace.tracing import part_of_episode
 
 # While jobs wait: how often to check whether more workers would help.
 _GROWTH_INTERVAL_S = 0.1
-# A job that runs through more checks counts before its worker has reported for how long it was blocked. Checks, not
+# A job that more checks in a row find blocked counts before its worker has reported for how long it was. Checks, not
 # seconds: the event loop may itself have been blocked.
 _LONG_JOB_CHECKS = 5
 # Jobs that take longer are split, and a worker sends the results that it has.
@@ -47,7 +47,7 @@ class RewardPool(JobPool):
         super().__init__(self.num_workers, _answer, "arealite-reward")
         self.timeout_s = timeout_s
         self.max_workers = max(max_workers, self.num_workers)
-        # Busy workers, and how many checks the job of each has seen.
+        # Busy workers, and how many checks in a row have found the job of each blocked.
         self._busy: dict[WorkerProcess, int] = {}
         self._growth_timer: asyncio.TimerHandle | None = None
         # Since the timer was set: when, and for how long workers were blocked in the jobs that have ended.
@@ -165,7 +165,8 @@ class RewardPool(JobPool):
     def _grow_if_workers_are_blocked(self) -> None:
         """Allow twice as many workers if jobs wait and workers are mostly blocked in theirs."""
         self._growth_timer = None
-        self._busy = {worker: num_checks + 1 for worker, num_checks in self._busy.items()}
+        for worker, num_checks in self._busy.items():
+            self._busy[worker] = 0 if is_computing(worker.process.pid) else num_checks + 1
         if not self._waiting:
             return
         if len(self._workers) == self._limit and self._are_workers_blocked():

@@ -20,6 +20,7 @@ from arealite.api.errors import RewardError
 from arealite.api.trajectory import Trajectory
 from arealite.reward.pool import RewardPool
 from arealite.utils.pools import process_pool
+from arealite.utils.process import is_computing
 from tests.reward import sample_rewards
 
 ROOT = Path(__file__).parents[2]
@@ -165,16 +166,49 @@ def test_cancelled_job_frees_its_place():
     asyncio.run(main())
 
 
-def test_more_workers_start_while_workers_wait_but_not_while_they_compute():
-    async def pids(fn, count):
-        pool = RewardPool(num_workers=1, timeout_s=60.0, max_workers=8)
-        await asyncio.gather(*(pool.run(fn, rows("x")) for _ in range(count)))
-        number = len(pool._workers)
-        pool.close()
-        return number
+async def keep_busy(pool: RewardPool, fn, num_workers: int) -> None:
+    """Have 16 jobs in the pool, one after another, until it has as many workers."""
 
-    assert asyncio.run(pids(sample_rewards.naps, 30)) == 8
-    assert asyncio.run(pids(sample_rewards.computes, 3)) == 1
+    async def repeat() -> None:
+        while len(pool._workers) < num_workers:
+            await pool.run(fn, rows("x"))
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(repeat() for _ in range(16)))
+
+
+def test_more_workers_start_while_workers_wait_but_not_while_they_compute():
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=60.0, max_workers=8)
+        await keep_busy(pool, sample_rewards.naps, 8)
+        pool.close()
+        pool = RewardPool(num_workers=1, timeout_s=60.0, max_workers=8)
+        await asyncio.gather(*(pool.run(sample_rewards.computes, rows("x")) for _ in range(3)))
+        assert len(pool._workers) == 1
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_job_that_computed_for_long_and_has_just_ended_does_not_count_as_blocked():
+    """Its answer may be unread when workers are checked: the event loop runs timers first."""
+
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=60.0, max_workers=8)
+        jobs = [asyncio.create_task(pool.run(sample_rewards.computes, rows("x"))) for _ in range(2)]
+        while not (pool._busy and is_computing(next(iter(pool._busy)).process.pid)):
+            await asyncio.sleep(0.01)
+        (worker,) = pool._busy
+        for _ in range(10):
+            pool._grow_if_workers_are_blocked()
+        while is_computing(worker.process.pid):
+            time.sleep(0.001)
+        pool._grow_if_workers_are_blocked()
+        assert pool._limit == 1
+        await asyncio.gather(*jobs)
+        pool.close()
+
+    asyncio.run(main())
 
 
 def test_more_workers_start_while_jobs_that_have_not_ended_are_blocked():
