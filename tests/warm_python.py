@@ -37,6 +37,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,8 +152,12 @@ def start(
     cwd: str | Path = ROOT,
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.DEVNULL,
+    can_fork: bool = True,
 ) -> WarmProcess:
-    """Like `subprocess.Popen([sys.executable, *command], text=True)`; outputs: descriptors, DEVNULL, PIPE, STDOUT."""
+    """Like `subprocess.Popen([sys.executable, *command], text=True)`; outputs: descriptors, DEVNULL, PIPE, STDOUT.
+
+    `can_fork`: whether Python programs that it starts are its forks; not if it has threads that they would miss.
+    """
     prepare()
     ours: list[IO[str] | None] = []
     theirs: list[int] = []
@@ -167,7 +172,8 @@ def start(
             writer = os.dup(theirs[0] if kind == subprocess.STDOUT else kind)
         ours.append(reader)
         theirs.append(writer)
-    request = {"command": [str(part) for part in command], "env": dict(env or os.environ), "cwd": str(cwd)}
+    request: dict[str, Any] = {"command": [str(part) for part in command], "env": dict(env or os.environ)}
+    request |= {"cwd": str(cwd), "can_fork": can_fork}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(os.environ[ADDRESS_ENV])
     socket.send_fds(connection, [json.dumps(request).encode()], theirs)
@@ -186,9 +192,9 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
     return subprocess.CompletedProcess(list(command), process.wait(), stdout, stderr)
 
 
-def run_in_place(command: Sequence[str]) -> NoReturn:
+def run_in_place(command: Sequence[str], can_fork: bool = True) -> NoReturn:
     """Run a command with the streams of this process, pass signals on, and end with its exit code."""
-    process = start(command, cwd=os.getcwd(), stdout=1, stderr=2)
+    process = start(command, cwd=os.getcwd(), stdout=1, stderr=2, can_fork=can_fork)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
@@ -210,6 +216,7 @@ def _serve(address: str) -> dict[str, Any]:
         importlib.import_module(module)
     # Fork servers of rewards would do it again.
     importlib.import_module("arealite.utils.pools.process_pool").run_preparations()
+    _drop_exit_functions()
     gc.collect()
     gc.freeze()
     children: dict[socket.socket, int] = {}
@@ -240,6 +247,13 @@ def _serve(address: str) -> dict[str, Any]:
             connection.close()
 
 
+def _drop_exit_functions() -> None:
+    """Drop what imports have registered for the end: it takes 70 ms in each fork, and cleans up what ends anyway."""
+    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
+    for entry in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        entry.atexit = False
+
+
 def _become(request: dict[str, Any]) -> NoReturn:
     """Turn this process, which the server has just forked, into the one that was asked for."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -250,8 +264,9 @@ def _become(request: dict[str, Any]) -> NoReturn:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request["cwd"])
-    subprocess.Popen = _ForkingPopen
-    multiprocessing.util.spawnv_passfds = _fork_passfds
+    if request["can_fork"]:
+        subprocess.Popen = _ForkingPopen
+        multiprocessing.util.spawnv_passfds = _fork_passfds
     _run_program(request["command"], request["env"])
 
 
@@ -265,6 +280,7 @@ class _ForkingPopen(subprocess.Popen):
             # The parent waits until one of them is closed.
             close_all_but(pass_fds)
             gc.enable()
+            forget_unfinished_imports()
             _run_program(args[1:], os.environ if env is None else env)
 
         is_program = isinstance(args, list) and args[0] == sys.executable and (args[1] == "-m" or args[1][0] != "-")
@@ -276,6 +292,7 @@ def _fork_passfds(path: str, args: list[Any], passfds: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
         close_all_but(passfds)
+        forget_unfinished_imports()
         _run_program(args[args.index("-c") :], os.environ)
     return pid
 
@@ -297,7 +314,6 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     open_streams()
     logging.getLogger().handlers.clear()
-    forget_unfinished_imports()
     env = dict(env)
     os.environ.clear()
     os.environ.update(env)
@@ -334,10 +350,11 @@ def _show_environment(env: Mapping[str, str]) -> None:
 
 def forget_unfinished_imports() -> None:
     """Let this fork import again what other threads of its parent were importing: they hold locks of these modules."""
-    for name, module in list(sys.modules.items()):
-        if getattr(getattr(module, "__spec__", None), "_initializing", False):
-            sys.modules.pop(name, None)
-    importlib._bootstrap._module_locks.clear()  # type: ignore[attr-defined]
+    locks = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
+    for name in list(locks):
+        if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+            del sys.modules[name]
+    locks.clear()
 
 
 def open_streams() -> None:

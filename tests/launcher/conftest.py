@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arealite.doctor.collect import collect
 from arealite.doctor.evidence import read_evidence
 from arealite.doctor.rules import diagnose
+from tests import warm_start
 from tests.launcher.slurm_cluster import SlurmCluster, why_not
 
 SERVER = """
@@ -146,11 +148,16 @@ def ray_cluster():
         pytest.skip("Ray is not installed (pip install 'arealite[ray]')")
     # By default Ray lowers the priority of its workers, and on a busy machine they hardly run.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 10, "num_gpus": 0})
+    made = Cluster(initialize_head=True, head_node_args=ray_node(num_cpus=10, num_gpus=0))
     for _ in range(3):
-        made.add_node(num_cpus=4, num_gpus=4)
+        made.add_node(**ray_node(num_cpus=4, num_gpus=4))
     yield made
     made.shutdown()
+
+
+def ray_node(**resources: int) -> dict[str, Any]:
+    """Return the arguments of a node whose workers are forks."""
+    return {**resources, "env_vars": warm_start.environment()}
 
 
 @pytest.fixture(scope="session")

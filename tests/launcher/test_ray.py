@@ -13,7 +13,7 @@ import pytest
 from arealite.launcher.ray import launch
 from arealite.utils.names import ELASTIC_PREFIX, elastic_names
 from arealite.utils.rundir import RunDir
-from tests.launcher.conftest import diagnosis, wait_until_gone
+from tests.launcher.conftest import diagnosis, ray_node, wait_until_gone
 
 # Slow tests run beside these.
 pytestmark = pytest.mark.timeout(300)
@@ -134,7 +134,7 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_clus
     process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists())
     ray_cluster.remove_node(next(iter(ray_cluster.worker_nodes)), allow_graceful=False)
-    ray_cluster.add_node(num_cpus=1, num_gpus=4)
+    ray_cluster.add_node(**ray_node(num_cpus=1, num_gpus=4))
     # If the node had servers only, they are started again; if it had the trainer, the run restarts.
     assert process.stdout is not None
     lines = []

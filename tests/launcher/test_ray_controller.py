@@ -35,6 +35,7 @@ from arealite.launcher import local, ray
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.utils.trace.trace_file import read_trace
+from tests import warm_start
 from tests.launcher.conftest import diagnosis
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
@@ -220,7 +221,8 @@ def test_run_recovers_from_its_checkpoint_after_an_actor_died(start, tmp_path, m
 @pytest.fixture
 def driver(tmp_path, ray_cluster, monkeypatch):
     """Make this process the driver of a job."""
-    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    for name, value in {**warm_start.environment(), "RAY_ADDRESS": ray_cluster.address}.items():
+        monkeypatch.setenv(name, value)
     cluster = ClusterConfig(fileroot=str(tmp_path))
     config = LaunchConfig(allocation_mode="d2", cluster=cluster, setup_timeout_s=60)
     job = Job(config, "script.py", [], [[0] * 8], False)

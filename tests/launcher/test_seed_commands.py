@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_python
+from tests import warm_python, warm_start
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ COMMANDS = {
 
 def run(command: str, *more: str, **env: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", *shlex.split(command), *more]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **env}
+    env = {**os.environ, **warm_start.environment(), "HF_HUB_OFFLINE": "1", **env}
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
 
 

@@ -196,10 +196,12 @@ def test_vllm_by_completions(engine, models, servers):
 @pytest.mark.parametrize("engine", ["abort", "in_place"], indirect=True)
 def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, models, servers):
     updated, responses = threading.Event(), list[ModelResponse]()
+    # SGLang on CPU makes few tokens per second.
+    num_tokens = 80 if servers.backend == "sglang" else 250
 
     async def ask_on() -> None:
         while not updated.is_set():
-            responses.append(await engine.agenerate(request(250)))
+            responses.append(await engine.agenerate(request(num_tokens)))
 
     async def generate() -> None:
         await asyncio.gather(*(ask_on() for _ in range(4)))
@@ -215,7 +217,7 @@ def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, m
     crossed = [r for r in responses if set(r.output_versions) == {1, 2}]
     assert crossed, f"no request was in flight: {[set(r.output_versions) for r in responses]}"
     for response in crossed:
-        assert len(response.output_tokens) == 250, "nothing was lost and nothing came twice"
+        assert len(response.output_tokens) == num_tokens, "nothing was lost and nothing came twice"
         assert sorted(response.output_versions) == response.output_versions
         cut = response.output_versions.index(2)
         measured = torch.tensor(response.output_logprobs)

@@ -241,8 +241,11 @@ class RemoteEngine(CollectingEngine):
         return any(server.version != self._version for server in self.router.servers.values())
 
     def server_info(self) -> list[dict[str, Any]]:
-        """Return what each open server that can be reached says about itself (rank 0; empty elsewhere)."""
-        return self._get_info("/server_info", [s for s in self.router.servers.values() if s.is_open])
+        """Return what each open server of this package says about itself (rank 0; empty elsewhere).
+
+        Others are not asked: vLLM runs `pip` and a compiler to answer.
+        """
+        return self._get_info("/server_info", [s for s in self.router.servers.values() if s.is_open and s.is_arealite])
 
     async def take_samples(self) -> list[ServerSample]:
         return list(await asyncio.gather(*map(self._sample, list(self.router.servers.values()))))

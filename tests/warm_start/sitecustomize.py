@@ -1,0 +1,34 @@
+"""Runs programs that import torch as forks of `tests/warm_python.py`, whoever starts them.
+
+Python imports this module when it starts with this folder in PYTHONPATH. Ray and Slurm start workers, servers and ranks
+by themselves: with `environment()` of `tests/warm_start/__init__.py` in theirs, those save the imports. The started
+process stays, passes signals on, and ends with the exit code of the fork; if it is killed, the fork is killed.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("arealite.cli.serve", "arealite.cli.main")
+FOLDERS = (str(ROOT / "examples"), str(ROOT / "arealite" / "trainer"))
+RAY_WORKER = os.path.join("ray", "_private", "workers", "default_worker.py")
+
+
+def find_command(argv: list[str]) -> list[str] | None:
+    """Return what follows the interpreter and its flags, if it is to run as a fork."""
+    position = next((i for i, part in enumerate(argv[1:], 1) if part in ("-c", "-m") or part[0] != "-"), None)
+    if position is None or argv[position] == "-c":
+        return None
+    command = argv[position:]
+    if command[0] == "-m":
+        return command if command[1] in MODULES else None
+    path = os.path.abspath(command[0])
+    return command if path.startswith(FOLDERS) or path.endswith(RAY_WORKER) else None
+
+
+if "AREALITE_TESTS_WARM_PYTHON" in os.environ and (command := find_command(sys.orig_argv)):
+    sys.path.insert(0, str(ROOT))
+    from tests import warm_python
+
+    warm_python.run_in_place(command, can_fork=not command[0].endswith(RAY_WORKER))
