@@ -71,15 +71,36 @@ class FailureStreak:
         return fatal
 
 
-def raise_if_all_rejected(before: Counts, now: Counts, limit: int) -> None:
-    """Raise if more than `limit` episodes were rejected in a row: there would never be a batch."""
-    rejected = now.rejected - before.rejected
-    if rejected > limit and now.accepted == before.accepted:
-        raise TrainingError(
-            f"{rejected} episodes in a row were rejected by the workflow, including every row of the data: "
-            "the workflow's filter rejects everything, or with dynamic sampling no prompt has answers of "
-            "different reward"
+class RejectionStreak:
+    """Warns, and in the end raises, if all episodes of a batch are rejected: there would never be a batch.
+
+    All rows of the data are tried, `epoch_rows` (0: not known), but at least `least` and at most 16 times as many.
+    """
+
+    def __init__(self, before: Counts, least: int, epoch_rows: int, first_warning: int):
+        self._before, self._epoch_rows = before, epoch_rows
+        self._limit = max(least, min(epoch_rows, 16 * least))
+        self._next_warning = first_warning
+
+    def check(self, now: Counts) -> None:
+        rejected, failed = now.rejected - self._before.rejected, now.failed - self._before.failed
+        if now.accepted != self._before.accepted or rejected <= min(self._next_warning, self._limit):
+            return
+        every = ", including every row of the data" if rejected > self._epoch_rows > 0 else ""
+        text = f"{rejected} episodes in a row were rejected by the workflow{every}" + (
+            f", and {failed} have failed" if failed else ""
         )
+        cause = (
+            "the workflow's filter rejects everything, or with dynamic sampling no prompt has answers of different "
+            "reward"
+        )
+        if rejected > self._limit:
+            raise TrainingError(
+                f"{text}: {cause}. Look at the answers (`arealite dashboard`), and use easier or harder data, more "
+                "n_samples, or dynamic_sampling=false"
+            )
+        self._next_warning = 2 * rejected
+        show_message(f"warning: {text}, and none was accepted: {cause}. The run stops after {self._limit}")
 
 
 def describe_wait(episode: Episode) -> str:

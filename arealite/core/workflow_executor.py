@@ -20,7 +20,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.diagnosis import FailureStreak, describe, diagnose, explain_deadlock, raise_if_all_rejected
+from arealite.core.diagnosis import FailureStreak, RejectionStreak, describe, diagnose, explain_deadlock
 from arealite.core.episode import DirectCall, Episode, EpisodeId, FinishedEpisodes, check_trajectories
 from arealite.core.episode_runner import Ended, EpisodeRunner
 from arealite.core.ledger.accounts import EpisodeAccounts
@@ -131,12 +131,12 @@ class WorkflowExecutor:
             self.staleness.batch_size = stream.batch_size()
         if self.staleness.lead is None and self.config.adaptive_lead:
             self.staleness.lead = Lead(self.staleness.max_staleness)
-        count = self.staleness.batch_size
-        stream.require(count)
-        before, max_rejected = replace(self.staleness.counts), self.config.max_failed_episodes * count
+        stream.require(count := self.staleness.batch_size)
+        max_rejected, before = self.config.max_failed_episodes * count, replace(self.staleness.counts)
+        rejections = RejectionStreak(before, max_rejected, stream.epoch_rows, first_warning=4 * count)
 
         def fill_queue() -> None:
-            raise_if_all_rejected(before, self.staleness.counts, max(max_rejected, stream.epoch_rows))
+            rejections.check(self.staleness.counts)
             # More rows than may start now, so that generation never waits for the trainer's thread.
             with self._lock:
                 wanted = max(0, self.staleness.capacity()) + 2 * count

@@ -1,5 +1,11 @@
-from arealite.core.diagnosis import FailureStreak
+"""Messages about episodes that fail or are rejected in a row."""
+
+import pytest
+
+from arealite.api.errors import TrainingError
+from arealite.core.diagnosis import FailureStreak, RejectionStreak
 from arealite.core.episode import EpisodeId
+from arealite.core.staleness_manager import Counts
 
 
 def test_streaks_of_failures_print_fewer_and_fewer_lines(capfd):
@@ -11,3 +17,18 @@ def test_streaks_of_failures_print_fewer_and_fewer_lines(capfd):
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("warning: 3 episodes in a row failed, 3 so far: ValueError: broken")
     assert [int(line.split(", ")[1].split()[0]) for line in lines] == [3, 6, 12, 24, 48, 96, 192]
+
+
+def test_rejections_are_shown_and_end_the_run_after_a_bounded_number(capfd):
+    """Large data is not tried to its end: that might take days."""
+    streak, counts = RejectionStreak(Counts(), least=64, epoch_rows=10**9, first_warning=8), Counts()
+    with pytest.raises(TrainingError, match="1025 episodes in a row were rejected by the workflow, and 3 have failed"):
+        for _ in range(10**6):
+            counts.rejected, counts.failed = counts.rejected + 1, 3
+            streak.check(counts)
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 7 and all("none was accepted" in line and "stops after 1024" in line for line in lines)
+    # An accepted episode is enough.
+    RejectionStreak(Counts(), 64, 10, 8).check(Counts(rejected=1000, accepted=1))
+    with pytest.raises(TrainingError, match="101 episodes in a row were rejected by the workflow, including every row"):
+        RejectionStreak(Counts(), 64, 100, 8).check(Counts(rejected=101))

@@ -7,11 +7,12 @@ import importlib
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.rollout_api import Agent, load_workflow
 from arealite.env.adapters import GymnasiumEnvironment, QuestionEnvironment, VerifiersEnvironment
 from arealite.utils.pools.call_pool import CallError
 from arealite.workflow.agentic import AgenticWorkflow, ChatAgent
+from tests import tiny_model
 from tests.workflow.scripted import AsyncCount, Count, ScriptedEngine, run
 
 
@@ -181,3 +182,16 @@ def test_conversations_of_verifiers(tokenizer):
         "<system>guess\n<user>?\n<assistant>3<eos>\n<user>not 3\n<assistant>4<eos>"
     )
     assert batch["rewards"].tolist() == pytest.approx([1.3])
+
+
+def test_a_chat_agent_without_a_chat_template_is_refused_before_its_first_episode():
+    """Each of its episodes would fail, after an environment was made for it."""
+    plain = tiny_model.make_tokenizer()
+    plain.chat_template = None
+    gconfig = GenerationHyperparameters(n_samples=2)
+    for agent in (ChatAgent, functools.partial(ChatAgent, system_prompt="play")):
+        with pytest.raises(DatasetError, match="the tokenizer has no chat template: use an instruct model"):
+            AgenticWorkflow(object, gconfig, plain, make_agent=agent).check_row({"number": 0})
+    AgenticWorkflow(object, gconfig, tiny_model.make_tokenizer()).check_row({"number": 0})
+    # Another agent may send plain text.
+    AgenticWorkflow(object, gconfig, plain, make_agent=lambda policy: None).check_row({"number": 0})

@@ -196,6 +196,7 @@ class CollectingEngine(InferenceEngine):
         return (
             f"waiting for the batch: {now['buffered']:.0f} of {size} episodes, {now['running']:.0f} running, "
             f"{now['queued']:.0f} queued"
+            + "".join(f", {now[kind]:.0f} {kind}" for kind in ("rejected", "failed") if now[kind])
         )
 
     @returns_nothing
