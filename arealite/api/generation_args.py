@@ -130,7 +130,7 @@ class ServerConfig(Section):
         "auto (that of the weights), or fp8 on CUDA: about half the memory; use block_size=64 with it.", "auto"
     )
     weight_dtype: str = _help(
-        "auto (that of `dtype`), or fp8 on CUDA: linear layers take half the memory; Llama-like models only.", "auto"
+        "auto (that of `dtype`), or fp8 on CUDA: linear layers and experts take half the memory.", "auto"
     )
     mem_fraction: float = _help(
         "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.",

@@ -72,7 +72,7 @@ class FailureStreak:
 
 
 class RejectionStreak:
-    """Warns, and in the end raises, if all episodes of a batch are rejected: there would never be a batch.
+    """Warns, and in the end raises, if all episodes are rejected: there would never be a batch.
 
     All rows of the data are tried, `epoch_rows` (0: not known), but at least `least` and at most 16 times as many.
     """

@@ -20,6 +20,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.llama_like import body_of, is_llama_like
 from arealite.inference.sharding import RowLinear
+from arealite.utils.routing import expert_blocks
 
 FP8 = torch.float8_e4m3fn
 # What layers in FP8 take and return, and in which new weights are rounded before they are quantized.
@@ -38,8 +39,8 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: torch.Tensor) -> Quantized:
-    """Quantize the rows of `x` [M, K]. The largest number of a row becomes the largest one of FP8."""
-    largest = x.abs().amax(1, keepdim=True).float()
+    """Quantize the rows of `x` [..., K]. The largest number of a row becomes the largest one of FP8."""
+    largest = x.abs().amax(-1, keepdim=True).float()
     scales = torch.where(largest > 0, (largest / LARGEST).clamp(min=1e-30), 1.0)
     return Quantized(divide(x, scales), scales)
 
@@ -111,21 +112,42 @@ class Fp8Linear(nn.Module):
         out = self._sum_ranks(out)
         return out if self.bias is None else out + self.bias
 
-    def verified(self, sample: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Return `sample`, elements as they were before quantization, if the weight holds them.
 
-        Where it holds something else, return that.
-        """
-        held, scale = self.weight.detach().view(torch.uint8)[rows, columns].view(FP8), self.scale[rows]
-        expected = divide(sample, scale)
-        is_held = expected.view(torch.uint8) == held.view(torch.uint8)
-        return torch.where(is_held, sample, (held.float() * scale).to(sample.dtype))
+class Fp8Matrices:
+    """One matrix of each expert of a layer in FP8, [E, N, K]; its module has the scales [E, N] too."""
+
+    def __init__(self, experts: nn.Module, name: str):
+        self._experts, self._name = experts, name
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return getattr(self._experts, self._name)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return getattr(self._experts, f"{self._name}_scale")
 
 
-def fp8_layers(model: nn.Module) -> dict[str, Fp8Linear]:
-    """The layers in FP8 by the names of their weights."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear))
-    return {f"{name}.weight": module for name, module in found}
+def fp8_layers(model: nn.Module) -> dict[str, Fp8Linear | Fp8Matrices]:
+    """The layers and matrices of experts in FP8, by the names of their weights."""
+    found: dict[str, Fp8Linear | Fp8Matrices] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear):
+            found[f"{name}.weight"] = module
+            continue
+        own = [key for key, weight in module.named_parameters(recurse=False) if weight.dtype == FP8]
+        found |= {f"{name}.{key}": Fp8Matrices(module, key) for key in own}
+    return found
+
+
+def verified(layer: Fp8Linear | Fp8Matrices, sample: torch.Tensor, at: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return `sample`, elements as they were before quantization, if the weight holds them at `at`.
+
+    Where it holds something else, return that.
+    """
+    held, scale = layer.weight.detach().view(torch.uint8)[at].view(FP8), layer.scale[at[:-1]]
+    is_held = divide(sample, scale).view(torch.uint8) == held.view(torch.uint8)
+    return torch.where(is_held, sample, (held.float() * scale).to(sample.dtype))
 
 
 def stage_pairs(
@@ -140,7 +162,7 @@ def stage_pairs(
             continue
         values, scales = quantize(value.to(device, WIDE))
         yield target, values
-        yield layer.scale, scales[:, 0]
+        yield layer.scale, scales[..., 0]
 
 
 def loaded_dtype(target: torch.Tensor) -> torch.dtype:
@@ -162,18 +184,22 @@ def check_device(config: ServerConfig, device: torch.device) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers of a decoder, without the head.
+    """Names of the linear layers of a decoder, without the head and without experts.
 
     Raises `ConfigError` for a model whose layers cannot be in FP8.
     """
-    if not is_llama_like(model):
+    if not is_llama_like(model) and not expert_blocks(model):
         raise ConfigError(
-            f"weight_dtype=fp8 serves Llama-like decoders (Llama, Mistral, Qwen2, Qwen3), not {type(model).__name__}: "
-            "use weight_dtype=auto"
+            "weight_dtype=fp8 serves Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) and mixtures of experts, not "
+            f"{type(model).__name__}: use weight_dtype=auto"
         )
+
+    def is_linear(block: nn.Module, name: str) -> bool:
+        return isinstance(getattr(block, name, None), nn.Linear | RowLinear)
+
     names = {module: name for name, module in model.named_modules()}
     blocks = [(block, names[block]) for layer in body_of(model).layers for block in (layer.self_attn, layer.mlp)]
-    found = [f"{prefix}.{name}" for block, prefix in blocks for name in _LAYERS if hasattr(block, name)]
+    found = [f"{prefix}.{name}" for block, prefix in blocks for name in _LAYERS if is_linear(block, name)]
     for name in found:
         _check_weight(model.get_parameter(f"{name}.weight"), name)
     return found

@@ -23,7 +23,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, read_adapter
-from arealite.inference.fp8 import WIDE, Fp8Linear, fp8_layers, linear_layers, loaded_dtype
+from arealite.inference.experts.fp8_experts import MATRICES, convert_experts, expert_layers
+from arealite.inference.fp8 import WIDE, Fp8Linear, Fp8Matrices, fp8_layers, linear_layers, loaded_dtype, verified
 from arealite.inference.sharding import Shards, whole_config
 from arealite.weights.files import unreadable
 from arealite.weights.fingerprint import Fingerprints, fingerprints, stride
@@ -119,15 +120,20 @@ class ServedWeights:
         self._stream: tuple[str, int] | None = None
         self._receiver: Receiver | None = None
         # Layers in FP8, and the sampled elements of their weights as they were before that, for fingerprints.
-        self._layers: dict[str, Fp8Linear] = {}
+        self._layers: dict[str, Fp8Linear | Fp8Matrices] = {}
         self._samples: Weights = {}
 
     def use_fp8(self) -> None:
-        """Keep the weights of linear layers in FP8 from now on."""
-        for name in linear_layers(self.model):
+        """Keep the weights of linear layers and experts in FP8 from now on."""
+        linear = linear_layers(self.model)
+        experts = {name: self.model.get_submodule(name) for name in expert_layers(self.model)}
+        weights = [f"{name}.weight" for name in linear] + [f"{name}.{key}" for name in experts for key in MATRICES]
+        self._samples = {name: self.sample(name, self.model.get_parameter(name)).cpu() for name in weights}
+        for name in linear:
             layer: Any = self.model.get_submodule(name)
-            self._samples[f"{name}.weight"] = self.sample(f"{name}.weight", layer.weight).cpu()
             self.model.set_submodule(name, Fp8Linear.of(layer))
+        for layer in experts.values():
+            convert_experts(layer)
         self._layers = fp8_layers(self.model)
 
     def _places(self, name: str, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -138,7 +144,7 @@ class ServedWeights:
         """The sampled elements that this rank has; of weights in FP8 as they came, if that is what it holds."""
         at = tuple(place.to(part.device) for place in self._places(name, part))
         if name in self._layers:
-            return self._layers[name].verified(self._samples[name].to(part.device), *at)
+            return verified(self._layers[name], self._samples[name].to(part.device), at)
         return part.detach()[at]
 
     def stage(self, source: WeightSource) -> Staged:
