@@ -34,9 +34,9 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, num_experts=8),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": DeepseekV3Config(
-        **{k: v for k, v in SIZES.items() if k != "head_dim"} | MOE | {"num_key_value_heads": 4}, n_routed_experts=4, n_group=1, topk_group=1,
-        first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
-        v_head_dim=16,
+        **{k: v for k, v in SIZES.items() if k != "head_dim"} | MOE | {"num_key_value_heads": 4},
+        n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
     ),
 }  # fmt: skip
 
