@@ -29,20 +29,20 @@ from arealite.engine.fsdp import checkpoint, sharded_checkpoint, weight_sums
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.expert_parallel import apply_expert_parallel
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
-from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, plan_memory
+from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, early_tokens, plan_memory
 from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, make_micro_batches
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.optimizer import clip_gradients, lr_share, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout
 from arealite.engine.fsdp.passes import PassSettings, WholePasses, merge_stats, put_rows, total_weight
-from arealite.engine.fsdp.sharding import all_tensors, check_logprobs, decoder_layers, fill, shard
+from arealite.engine.fsdp.sharding import all_tensors, check_logprobs, compile_layers, fill, shard
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
-from arealite.engine.fsdp.trial import trial_batch, trial_loss
+from arealite.engine.fsdp.trial import can_run_first_layers, first_layers, trial_batch, trial_loss
 from arealite.engine.pipeline.model import PipelinedModel
 from arealite.engine.pipeline.passes import PipelinePasses
 from arealite.utils import distributed
 from arealite.utils.process import before_engine
-from arealite.utils.startup import startup_phase
+from arealite.utils.startup import do_while_servers_start, startup_phase
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Shard, Transport
 
@@ -83,9 +83,8 @@ class FSDPEngine(TrainEngine):
         self.layout: Layout | None = None
         # Parameters whose gradients must be summed over the tensor group.
         self._partial: list[torch.nn.Parameter] = []
-        self.total_steps = self.lr_step = 0
+        self.total_steps = self.lr_step = self.bad_steps = self._bad_in_a_row = 0
         self._lr_scale = 1.0
-        self.bad_steps = self._bad_in_a_row = 0
         self._version = 0
         self._transport: Transport | None = None
 
@@ -98,7 +97,7 @@ class FSDPEngine(TrainEngine):
         if distributed.world_size() == 1 and one_type and not config.cpu_offload:
             # One rank has nothing to shard, and one dtype needs no casts: FSDP would only copy.
             assert full is not None
-            self._compile_layers(full)
+            compile_layers(full, config, self.device)
             self._flops = FlopCounter(full)
             self.module = PackedModel(full, config).to(self.device)
         else:
@@ -115,6 +114,8 @@ class FSDPEngine(TrainEngine):
                 self.optimizer.register_step_post_hook(self.pipeline.after_step)
             self.total_steps = ft_spec.total_train_steps if ft_spec else 0
             self.set_lr_step(0)
+        if self._compiles and can_run_first_layers(self.model, self.parallel):
+            do_while_servers_start(self.compile_first_layers)
 
     def _load(self, config: TrainEngineConfig) -> PreTrainedModel:
         with torch.random.fork_rng([torch.cuda.current_device()] if self.device == "cuda" else []):
@@ -125,30 +126,34 @@ class FSDPEngine(TrainEngine):
             hf_model.disable_dropout(model)
         return model
 
-    def _compile_layers(self, model: PreTrainedModel) -> None:
-        if self.config.compile and (self.device, self.config.dtype) != ("cuda", "float32"):  # padded attention
-            # One graph for all layers: symbolic floats (epsilons, scales) would compile the second layer again.
-            torch._dynamo.config.specialize_float = True
-            for layer in decoder_layers(model):
-                layer.compile(dynamic=True)
-
     @cached_property
     def memory(self) -> MemoryPlan:
         """The sizes that fit, chosen at the first use: servers on this device have their memory then."""
-        plan = plan_memory(self.model, self.config, self.device, self.pipeline is not None)
-        return apply_plan(self._module, plan)
+        return apply_plan(self._module, plan_memory(self.model, self.config, self.device, self.pipeline is not None))
+
+    @property
+    def _compiles(self) -> bool:
+        return (
+            self.config.compile and self.device == "cuda" and self.optimizer is not None
+        )  # on CPU graphs fit one batch
 
     def warm_up(self) -> None:
-        if self.config.compile and self.device == "cuda" and self.optimizer is not None:  # on CPU graphs fit one batch
-            with torch.random.fork_rng([torch.cuda.current_device()]):
-                self.run_trial()
+        if self._compiles:
+            with startup_phase("trial", "trying a micro-batch while the first answers are generated"):
+                self.run_trial(self.memory.max_tokens_per_mb)
 
-    @startup_phase("compile", "compiling while the first answers are generated")
-    def run_trial(self) -> None:
+    @startup_phase("compile", "compiling while the servers start")
+    def compile_first_layers(self) -> None:
+        """Run a trial pass through the first layers: they need little memory, and all have the same code."""
+        with first_layers(self.model) as count:
+            self.run_trial(early_tokens(self.model, self.config, self.device, count))
+
+    def run_trial(self, max_tokens: int) -> None:
         """Run one training pass over made-up tokens, without a step."""
-        micro_batches = self._micro_batches(trial_batch(self.memory.max_tokens_per_mb, self.model.config))
-        self._module.train()
-        self._compute_loss(micro_batches, trial_loss, lambda mb: torch.tensor(1.0), backward=True)
+        with torch.random.fork_rng([torch.cuda.current_device()] if self.device == "cuda" else []):
+            micro_batches = self._micro_batches(trial_batch(max_tokens, self.model.config), max_tokens)
+            self._module.train()
+            self._compute_loss(micro_batches, trial_loss, lambda mb: torch.tensor(1.0), backward=True)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _initialize_sharded(self, full: PreTrainedModel | None) -> None:
@@ -161,7 +166,7 @@ class FSDPEngine(TrainEngine):
         partial = apply_tensor_parallel(empty, self.layout) if self.parallel.tensor > 1 else []
         if self.layout.experts is not None:
             apply_expert_parallel(empty, self.layout)
-        self._compile_layers(empty)
+        compile_layers(empty, self.config, self.device)
         self._flops = FlopCounter(empty)
         if self.parallel.pipeline > 1:
             self.module = self.pipeline = PipelinedModel(empty, self.config, self.layout)
@@ -230,13 +235,13 @@ class FSDPEngine(TrainEngine):
         may_step: Callable[[Stats], bool] | None = None,
     ) -> Stats:
         """Implement `TrainEngine.train_batch`; make no step if `may_step` of the statistics is False."""
-        assert self.optimizer is not None, "this engine has no optimizer: it can only evaluate"
+        assert self.config.optimizer is not None, "this engine has no optimizer: it can only evaluate"
         start = time.perf_counter()
         self._module.train()
         micro_batches = self._micro_batches(batch)
         self._module.routing.begin_step(len(micro_batches))
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
-        norm = self._clip_gradients()
+        norm = clip_gradients(self.model, self.config.optimizer.gradient_clipping, self._partial, self.layout)
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
         result |= self._module.routing.end_step(self.layout)
         # The step comes last, as nothing here waits for it: a GPU still runs it while the weights are published.
@@ -300,19 +305,14 @@ class FSDPEngine(TrainEngine):
                 put_rows(result, outputs, mb, batch["attention_mask"])
         return result
 
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Batch, max_tokens: int | None = None) -> list[MicroBatch]:
         group = self.dp_group if self.dp_size > 1 else None
-        size = self.memory.max_tokens_per_mb
+        size = max_tokens or self.memory.max_tokens_per_mb
         return make_micro_batches(batch, self.model, size, self.device, group, self.shares_prefix, self._passes.count)
 
     @property
     def _settings(self) -> PassSettings:
         return PassSettings(self.temperature, self.with_entropy)
-
-    def _clip_gradients(self) -> float:
-        """Clip the gradients to the configured norm; return the norm before."""
-        limit = self.config.optimizer.gradient_clipping if self.config.optimizer else 0.0
-        return clip_gradients(self.model, limit, self._partial, self.layout)
 
     def _step(self, norm: float) -> None:
         """Run the optimizer and clear gradients. All ranks skip the step if the norm is not finite."""

@@ -22,8 +22,8 @@ def take_startup_stats(trace: Trace, step_times: dict[str, float]) -> dict[str, 
         seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
     step = {name[5:]: took_s for name, took_s in step_times.items() if name[:5] == "time/" and name != "time/step"}
     if "rollout" in step:
-        # The trainer compiles before it waits.
-        step["rollout"] -= seconds.get("compile", 0.0)
+        # The trainer tries a micro-batch before it waits.
+        step["rollout"] -= seconds.get("trial", 0.0)
     total_s = time.time() - min(phase.began for phase in phases)
     parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in (seconds | step).items())
     show_message(f"first update after {total_s:.1f} s: {parts}")

@@ -11,7 +11,8 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ class Phase(NamedTuple):
 
 
 _phases: list[Phase] = []
+# Methods of engines; weak, so that they keep none alive.
+_meanwhile: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def process_began() -> float:
@@ -58,6 +61,18 @@ def startup_phase(name: str, message: str = "") -> Iterator[None]:
             yield
     finally:
         _phases.append(Phase(name, began, time.perf_counter() - start))
+
+
+def do_while_servers_start(work: Callable[[], None]) -> None:
+    """Have the method `work` of an engine called once, if servers are waited for. All ranks alike."""
+    _meanwhile.append(weakref.WeakMethod(work))
+
+
+def take_meanwhile() -> list[Callable[[], None]]:
+    """Return what is to be done while servers start, and forget it."""
+    taken = [work for reference in _meanwhile if (work := reference()) is not None]
+    _meanwhile.clear()
+    return taken
 
 
 def take_startup_phases() -> list[Phase]:

@@ -11,10 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
-from arealite.engine.fsdp.micro_batches import MicroBatchCount, make_micro_batches
 from arealite.engine.fsdp.optimizer import LowMemoryAdamW, load_moment, make_optimizer, store_rounded
 from arealite.engine.fsdp.parallel import check_layout
-from arealite.engine.fsdp.trial import trial_batch
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
@@ -327,31 +325,3 @@ def test_a_new_head_starts_at_zero(model_dirs):
     engine = make_engine(model_dirs["qwen2"], FSDPRWEngine)
     assert not engine.model.score.weight.any()
     assert engine.model.model.embed_tokens.weight.any()
-
-
-@pytest.mark.parametrize("cls", [FSDPLMEngine, FSDPRWEngine])
-def test_a_trial_pass_changes_nothing(model_dirs, cls):
-    """Weights, optimizer and random numbers are those of an engine that made none, and so is the next step."""
-    plain, tried = (make_engine(model_dirs["qwen2"], cls, max_tokens_per_mb=200) for _ in range(2))
-    before = torch.get_rng_state()
-    tried.run_trial()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not tried.optimizer.state and all(p.grad is None for p in tried.model.parameters())
-    if cls is FSDPLMEngine:
-        batch = random_batch(LENGTHS)
-        assert plain.train_lm(batch)["loss"] == tried.train_lm(batch)["loss"]
-    for a, b in zip(plain.model.parameters(), tried.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("max_tokens", [8, 100, 1000, 32768])
-def test_a_trial_batch_fills_one_micro_batch_with_distinct_sizes(model_dirs, max_tokens):
-    engine = make_engine(model_dirs["qwen2"])
-    batch = trial_batch(max_tokens, engine.model.config)
-    (mb,) = make_micro_batches(batch, engine.model, max_tokens, "cpu", None, True, MicroBatchCount())
-    assert max_tokens <= 8 or 0.8 * max_tokens < sum(mb.lengths) <= max_tokens
-    if max_tokens > 100:
-        assert mb.prefixes is not None
-        sizes = [sum(mb.lengths), len(mb.prefixes.unique), len(mb.data["target_positions"]), len(mb.lengths)]
-        sizes += [max(s.length for s in mb.segments), max(s.prefix_length + s.length for s in mb.segments)]
-        assert len(set(sizes)) == len(sizes), sizes

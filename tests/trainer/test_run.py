@@ -82,7 +82,7 @@ def test_the_first_step_tells_where_the_time_of_the_start_went(actor, config, ca
         for step, _ in zip(run.steps(), range(2), strict=False):
             with run.phase("rollout"):
                 if step == 0:
-                    actor.run_trial()
+                    actor.compile_first_layers()
             run.commit(step, {"loss": 1.0})
     first, second = read_stats(run)
     assert first["time/startup/total"] >= first["time/startup/load"] > 0 and "time/startup/compile" in first

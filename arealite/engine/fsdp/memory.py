@@ -5,6 +5,7 @@ arrives. What a config sets is kept. The formulas are in `arealite.utils.memory.
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,15 @@ from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import local
 from arealite.engine.pipeline.model import PipelinedModel
 from arealite.utils import distributed
-from arealite.utils.memory.estimate import MemoryPlan, choose_sizes, cpu_sizes, reserved_bytes
+from arealite.utils.memory.estimate import (
+    CPU_CHUNK,
+    MOST_TOKENS,
+    MemoryPlan,
+    activation_bytes,
+    choose_sizes,
+    cpu_sizes,
+    reserved_bytes,
+)
 from arealite.utils.memory.model_size import ModelSize
 
 logger = logging.getLogger("arealite.engine")
@@ -23,6 +32,8 @@ logger = logging.getLogger("arealite.engine")
 _OTHERS = 4e9
 # What stays free for other processes, beside a copy of the weights: at most this share of what is free now.
 _ROOM, _MOST_ROOM = 2e9, 0.15
+# Share of the device that `early_tokens` fill: servers that start there take a share of what is free.
+_EARLY_SHARE = 0.05
 
 
 def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, is_staged: bool = False) -> MemoryPlan:
@@ -41,6 +52,20 @@ def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, 
     free -= reserved_bytes(config, trained, sum(full for *_, full in sizes), stage_trained)
     size = ModelSize.of(model.config.to_dict(), sum(full for *_, full in sizes))
     return choose_sizes(size, config, _smallest_of_ranks(free))
+
+
+def early_tokens(model: PreTrainedModel, config: TrainEngineConfig, device: str, num_layers: int) -> int:
+    """Return the size of a micro-batch for `num_layers` that changes no other plan: near the largest, in little memory.
+
+    Compiled code is tuned for the size that it sees first.
+    """
+    most = config.max_tokens_per_mb or MOST_TOKENS
+    if device != "cuda":
+        return min(most, CPU_CHUNK)
+    size = ModelSize.of(model.config.to_dict(), sum(p.numel() for p in model.parameters()))
+    token = activation_bytes(replace(size, layers=num_layers), config, recomputes=False)
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return min(most, max(1024, int(_EARLY_SHARE * total / token)))
 
 
 def apply_plan(module: PackedModel | PipelinedModel, plan: MemoryPlan) -> MemoryPlan:

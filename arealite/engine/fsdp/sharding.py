@@ -34,10 +34,20 @@ from arealite.utils.routing import expert_blocks
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated blocks, which are sharded, checkpointed and compiled one by one."""
     names = set(model._no_split_modules or ())
-    layers = [m for m in language_model(model).modules() if type(m).__name__ in names]
+    # FSDP makes subclasses of their classes.
+    layers = [m for m in language_model(model).modules() if names & {base.__name__ for base in type(m).__mro__}]
     if not layers:
         raise ConfigError(f"{type(model).__name__} does not declare its layers (_no_split_modules): use another model")
     return layers
+
+
+def compile_layers(model: PreTrainedModel, config: TrainEngineConfig, device: str) -> None:
+    """Compile the layers, if this is configured, when they are first called."""
+    if config.compile and (device, config.dtype) != ("cuda", "float32"):  # padded attention
+        # One graph for all layers: symbolic floats (epsilons, scales) would compile the second layer again.
+        torch._dynamo.config.specialize_float = True
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
 
 
 def shard(module: PackedModel, layout: Layout, config: TrainEngineConfig, stays_gathered: bool = False) -> None:

@@ -1,10 +1,17 @@
-"""A batch of made-up tokens, with which `FSDPEngine.warm_up` compiles before the first batch."""
+"""Passes over made-up tokens, with which `FSDPEngine` compiles before the first batch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.algo.policy_losses import LossAndStats
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.io_struct import Batch
+from arealite.engine.fsdp.sharding import decoder_layers
+from arealite.utils.decoders import has_vision
 
 _LONGEST = 509
 _GROUP_SIZE = 4
@@ -35,3 +42,40 @@ def trial_batch(max_tokens: int, config: PreTrainedConfig) -> Batch:
 def trial_loss(outputs: Batch, mb: Batch) -> LossAndStats:
     """Return a loss with a gradient for the output that every algorithm trains."""
     return outputs["logp" if "logp" in outputs else "values"].sum(), {}
+
+
+def can_run_first_layers(model: PreTrainedModel, parallel: ParallelStrategy) -> bool:
+    """Return whether `first_layers` can be used: a rank has a whole language model, and its layers are in one list."""
+    is_whole = parallel.instance_size == 1 and model.get_output_embeddings() is not None
+    layers = decoder_layers(model)
+    return is_whole and not has_vision(model.config) and len(layers) > 1 and _owner(model, layers) is not None
+
+
+@contextmanager
+def first_layers(model: PreTrainedModel) -> Iterator[int]:
+    """Leave out all layers but the first ones, of which every kind has one; yields their number.
+
+    At least two: with adapters the input of the first one needs no gradient.
+    """
+    layers = decoder_layers(model)
+    found = _owner(model, layers)
+    assert found is not None, "call can_run_first_layers first"
+    owner, name = found
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    kinds = [(kind, *(type(part) for part in layer.modules())) for kind, layer in zip(types, layers, strict=True)]
+    count = max(2, 1 + max(kinds.index(kind) for kind in kinds))
+    whole = getattr(owner, name)
+    setattr(owner, name, nn.ModuleList(layers[:count]))
+    try:
+        yield count
+    finally:
+        setattr(owner, name, whole)
+
+
+def _owner(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[nn.Module, str] | None:
+    """Return the module that has exactly these layers as a list, and the name of the list."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and list(child) == layers:
+                return module, name
+    return None

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
 from arealite.utils.activity import activity
 from arealite.utils.json_client import UnreachableError
-from arealite.utils.startup import startup_phase
+from arealite.utils.startup import startup_phase, take_meanwhile
 from arealite.utils.status.waits import waiting
 from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
@@ -43,6 +44,8 @@ logger = logging.getLogger("arealite.remote")
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
 NAMES_ENV = "AREALITE_NAMES"
+# Servers that run already answer within this time.
+_ANSWER_S = 0.5
 
 
 class RemoteEngine(CollectingEngine):
@@ -68,7 +71,7 @@ class RemoteEngine(CollectingEngine):
 
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         if distributed.rank() != 0:
-            return
+            return self._work_meanwhile()
         addresses = addrs or [a for a in os.environ.get(ADDRESSES_ENV, "").split(",") if a] or self.config.server_addrs
         if not addresses:
             raise ConfigError(
@@ -79,13 +82,22 @@ class RemoteEngine(CollectingEngine):
         status.add("servers", self._server_status)
         wait = self._setup_wait("initialize", f"{len(addresses)} inference servers")
         try:
+            connecting = asyncio.run_coroutine_threadsafe(self._connect(addresses, wait), self.executor.runner.loop)
+            self._work_meanwhile(connecting)
             message = f"waiting for {len(addresses)} inference server(s): {', '.join(addresses)}"
             with startup_phase("servers", message), activity.doing(self._describe_missing):
-                self.executor.run_coroutine(self._connect(addresses, wait), wait)
+                self.executor.run_coroutine(_result_of(connecting), wait)
         except BaseException:
             # The caller has no engine to destroy. Its thread would go on looking for servers until the process ends.
             self.destroy()
             raise
+
+    def _work_meanwhile(self, connecting: Future[None] | None = None) -> None:
+        """Do what needs no servers, unless they have answered; rank 0 is `connecting` and decides for all."""
+        work = take_meanwhile()
+        if work and distributed.broadcast_json(connecting is None or _is_slow(connecting)):
+            for do in work:
+                do()
 
     def _describe_missing(self) -> str:
         servers = list(self.router.servers.values())
@@ -277,3 +289,11 @@ class RemoteEngine(CollectingEngine):
 
         wait = NamedWait("server_info", f"{len(servers)} servers", PROBE_TIMEOUT_S)
         return [answer for answer in self.executor.run_coroutine(get_all(), wait) if isinstance(answer, dict)]
+
+
+def _is_slow(connecting: Future[None]) -> bool:
+    return bool(futures.wait([connecting], _ANSWER_S).not_done)
+
+
+async def _result_of(future: Future[None]) -> None:
+    await asyncio.wrap_future(future)
