@@ -144,7 +144,7 @@ class FSDPEngine(TrainEngine):
 
     @startup_phase("compile", "compiling while the servers start")
     def compile_first_layers(self) -> None:
-        """Run a trial pass through the first layers: they need little memory, and all have the same code."""
+        """Run a trial pass through the first layers, which need little memory. All layers have their code."""
         with first_layers(self.model) as count:
             self.run_trial(early_tokens(self.model, self.config, self.device, count))
 

@@ -25,6 +25,8 @@ def take_startup_stats(trace: Trace, step_times: dict[str, float]) -> dict[str, 
         # The trainer tries a micro-batch before it waits.
         step["rollout"] -= seconds.get("trial", 0.0)
     total_s = time.time() - min(phase.began for phase in phases)
+    # Reading the data, making the run directory, starting reward processes.
+    seconds["other"] = max(0.0, total_s - sum(seconds.values()) - sum(step.values()))
     parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in (seconds | step).items())
     show_message(f"first update after {total_s:.1f} s: {parts}")
     return {f"time/startup/{name}": took_s for name, took_s in seconds.items()} | {"time/startup/total": total_s}

@@ -6,6 +6,7 @@ timed by `startup_phase`; `Run` shows and records them with the first step.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import stat
@@ -95,6 +96,8 @@ def prepare_process(runs_now: bool = False) -> None:
         launched = float(os.environ.get(LAUNCHED_ENV) or own)
         _phases.append(Phase("launch", launched, own - launched))
         _phases.append(Phase("imports", own, time.time() - own))
+        # Full collections would scan all that was imported, again and again.
+        gc.freeze()
     raise_file_limit()
     status.begin_from_environment()
     missing = {name: folder for name, folder in _COMPILED_ENV.items() if name not in os.environ}

@@ -55,9 +55,9 @@ def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, 
 
 
 def early_tokens(model: PreTrainedModel, config: TrainEngineConfig, device: str, num_layers: int) -> int:
-    """Return the size of a micro-batch for `num_layers` that changes no other plan: near the largest, in little memory.
+    """Return the size of a micro-batch that needs little memory in `num_layers`.
 
-    Compiled code is tuned for the size that it sees first.
+    As large as possible: compiled code is tuned for the size that it sees first.
     """
     most = config.max_tokens_per_mb or MOST_TOKENS
     if device != "cuda":

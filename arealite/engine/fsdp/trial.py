@@ -45,7 +45,7 @@ def trial_loss(outputs: Batch, mb: Batch) -> LossAndStats:
 
 
 def can_run_first_layers(model: PreTrainedModel, parallel: ParallelStrategy) -> bool:
-    """Return whether `first_layers` can be used: a rank has a whole language model, and its layers are in one list."""
+    """Return whether a rank has a whole language model, and its layers are in one list."""
     is_whole = parallel.instance_size == 1 and model.get_output_embeddings() is not None
     layers = decoder_layers(model)
     return is_whole and not has_vision(model.config) and len(layers) > 1 and _owner(model, layers) is not None
