@@ -75,6 +75,7 @@ class TrainEngineConfig(Section):
     pipeline_stages_per_rank: int = _help(
         "Stages of each pipeline rank; more than 1: the interleaved schedule. Needs p2 or more.", 1, AT_LEAST_1
     )
+    deterministic: bool = _help("Repeat results bit for bit on a GPU, for `arealite replay` (slower).", False)
     compile: bool = _help("Compile each layer (takes a minute at the start).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
     lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)

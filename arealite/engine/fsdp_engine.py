@@ -9,7 +9,6 @@ B sequences, T padded length, N packed tokens.
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,10 +22,11 @@ from transformers import PreTrainedModel
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
-from arealite.api.errors import ConfigError, TrainingError
+from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
 from arealite.engine.fsdp import checkpoint, sharded_checkpoint, weight_sums
 from arealite.engine.fsdp import model as hf_model
+from arealite.engine.fsdp.device import choose_device
 from arealite.engine.fsdp.expert_parallel import apply_expert_parallel
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
 from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, early_tokens, plan_memory
@@ -69,13 +69,7 @@ class FSDPEngine(TrainEngine):
         self.parallel = parallel or ParallelStrategy(data=distributed.world_size())
         check_layout(self.parallel, self.hf_config, distributed.world_size(), config.pipeline_stages_per_rank)
         config.check_parallel(self.parallel)
-        self.device = config.device
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device=cuda, but torch sees no CUDA device: set device=cpu or auto")
-        if self.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = choose_device(config)
         self.module: PackedModel | PipelinedModel | None = None
         # The model if it is divided into pipeline stages.
         self.pipeline: PipelinedModel | None = None

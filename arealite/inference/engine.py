@@ -23,7 +23,7 @@ from arealite.inference.loading import load_model, load_processor, load_tokenize
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
 from arealite.inference.timing.step_times import StepTimes
-from arealite.inference.timing.step_trial import IDLE_S, measure_steps
+from arealite.inference.timing.step_trial import measure_steps
 from arealite.inference.vision import PromptImages, read_prompt
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
@@ -45,7 +45,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
         self.busy_s = 0.0
-        self.step_times, self.trial_times, self._is_trial_due = StepTimes(), StepTimes(), False
+        self.step_times, self.trial_times = StepTimes(), StepTimes()
         # When the present step began; None between two steps.
         self._step_began: float | None = None
         self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
@@ -131,8 +131,10 @@ class Engine:
     # ------------------------------------------------------------------------------ calls from other threads
 
     def start(self, with_trial: bool = False) -> Self:
-        """Start the thread. `with_trial` measures steps, once, if nobody asks for anything at first."""
-        self._started_cpu_s, self._is_trial_due = time.process_time(), with_trial and self.ranks is None
+        """Start the thread. `with_trial` measures decode steps before."""
+        if with_trial and self.ranks is None:
+            measure_steps(self.core, self.trial_times)
+        self._started_cpu_s = time.process_time()
         self._thread.start()
         return self
 
@@ -376,12 +378,8 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is work, then run the queued calls. False: the loop is closing."""
         with self._wake:
-            timeout_s = IDLE_S if self._is_trial_due else None
-            is_due = self._wake.wait_for(lambda: self._inbox or self._closing or self.core.can_step, timeout_s)
-        self._is_trial_due = False
-        if not is_due:
-            measure_steps(self.core, self.trial_times, lambda: not (self._inbox or self._closing))
-            self._started_cpu_s = time.process_time()
+            while not (self._inbox or self._closing or self.core.can_step):
+                self._wake.wait()
         while self._inbox:
             self._inbox[0][0]()
             self._inbox.popleft()

@@ -108,9 +108,11 @@ def _missing(script: str | Path, name: str) -> str:
 def _check_imports(tree: ast.Module, script: Path) -> None:
     """Raise for a package that is imported at the top level of the script and cannot be found.
 
-    An import inside `try` or `if` may be optional.
+    An import inside `try` or `if` may be optional, and one after a change of `sys.path` may be found there.
     """
     for node in tree.body:
+        if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign) and "sys.path" in ast.unparse(node):
+            return
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]

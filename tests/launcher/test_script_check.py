@@ -8,6 +8,8 @@ import pytest
 
 from arealite.api.errors import ConfigError
 from arealite.launcher import local
+from arealite.launcher.launch_config import LaunchConfig
+from arealite.launcher.script_check import check_source
 from tests import warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
@@ -71,6 +73,12 @@ def test_a_package_that_is_not_installed(refused, work):
     refused(r"script\.py imports no_such_package\.part, which is not installed in .*: pip install no_such_package")
     (work / "script.py").write_text("from no_such_package import thing\n" + LOADS)
     refused(r"script\.py imports no_such_package, which")
+
+
+def test_a_script_may_find_modules_in_a_folder_of_its_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.path.insert(0, 'elsewhere')\nfrom no_such_package import thing\n")
+    check_source(LaunchConfig(), str(script), runs_here=True)
 
 
 def test_a_folder_without_a_tokenizer(refused, work, model):
