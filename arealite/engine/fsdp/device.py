@@ -26,7 +26,7 @@ def choose_device(config: TrainEngineConfig) -> str:
 
 
 def repeat_results() -> None:
-    """Have kernels of this process add in a fixed order: attention, embeddings and sums over repeated rows."""
+    """Have kernels of this process add in a fixed order: attention, embeddings, repeated rows."""
     os.environ.setdefault(_CUBLAS_ENV, _CUBLAS_WORKSPACE)
     # A kernel that cannot is named in a warning; a replay shows whether it matters.
     torch.use_deterministic_algorithms(True, warn_only=True)
