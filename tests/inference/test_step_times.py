@@ -7,8 +7,8 @@ import pytest
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.timing.step_times import StepTimes
 from arealite.inference.timing import step_trial
+from arealite.inference.timing.step_times import StepTimes
 from arealite.inference.timing.step_trial import measure_steps
 from tests.inference.conftest import make_model
 
