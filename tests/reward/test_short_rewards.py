@@ -1,6 +1,7 @@
 """Rewards for choices, words, form and length, and sums of rewards."""
 
 import asyncio
+import importlib.util
 import math
 import pickle
 
@@ -14,6 +15,7 @@ from arealite.reward.length import CosineReward, OverlongPenalty
 from arealite.reward.math import math_reward
 from arealite.reward.pool import RewardPool
 from arealite.reward.qa import f1_reward, qa_reward
+from arealite.trainer import tasks
 from tests.reward import sample_rewards
 
 CITIES = ["Paris", "The Hague", "Berlin", "A village"]
@@ -130,3 +132,29 @@ def test_parts_may_be_awaited():
     (score,) = asyncio.run(RewardPool().run(reward, [dict(completion="abcd")]))
     assert (score, score.parts) == (6.0, {"judge": 4.0, "length": 4.0})
     assert math.isfinite(score)
+
+
+HUGE = 10_000_000
+ROW = {
+    "answer": "2",
+    "numbers": [1, 2, 3],
+    "target": 6,
+    "choices": ["2", "b", "c", "d"],
+    "entry": {"question": "", "answer": "2", "metadata": {"source_dataset": "gcd"}},
+    "threshold": 0.5,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    ["x" * HUGE, r"\boxed{" * (HUGE // 7), "<answer>" * (HUGE // 8), "1 " * (HUGE // 2), "\ud800\udc80\0\ufffd" * 99,
+     "<answer>" + "(" * 100_000 + "</answer>", "<answer>9**9**9**9</answer>", r"\boxed{9^{9^{9^{9}}}}"],
+    ids=["letters", "boxes", "tags", "numbers", "no UTF-8", "nested", "tower", "boxed tower"],
+)  # fmt: skip
+def test_no_reward_by_name_hangs_or_raises_for_any_text(text):
+    """`code` runs in a sandbox, with tests of its own."""
+    for name, reward in tasks.REWARDS.items():
+        if not name.startswith("code") and (name != "reasoning_gym" or importlib.util.find_spec("reasoning_gym")):
+            score = reward(prompt="p", completion=text, prompt_ids=[1], completion_ids=[2], **ROW)
+            assert 0.0 <= float(score) < 1.0, name
