@@ -10,7 +10,8 @@ from typing import Any
 from arealite.reward.extraction import last_boxed, last_tagged
 
 # Where a model that continues text goes on with a question of its own.
-_NEXT_QUESTION = re.compile(r"\n\s*Question:")
+# From the last line break: with all of them, a text of nothing else would take the square of its length.
+_NEXT_QUESTION = re.compile(r"\n[^\S\n]*Question:")
 
 
 def reasoning_gym_reward(

@@ -81,7 +81,7 @@ def wait_until(is_true: Callable[[], object], process: subprocess.Popen, log: Pa
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_node_that_is_cut_off_costs_its_servers_only_and_comes_back(work, arguments, net):
     """Its server starts again when the machine is back; the rank on another machine goes on all the time."""
     head, *others = net

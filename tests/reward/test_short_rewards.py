@@ -148,9 +148,10 @@ ROW = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
-    ["x" * HUGE, r"\boxed{" * (HUGE // 7), "<answer>" * (HUGE // 8), "1 " * (HUGE // 2), "\ud800\udc80\0\ufffd" * 99,
+    ["x" * HUGE, r"\boxed{" * (HUGE // 7), "<answer>" * (HUGE // 8), "1 " * (HUGE // 2), "\n" * HUGE, " " * HUGE,
+     "\ud800\udc80\0\ufffd" * 99,
      "<answer>" + "(" * 100_000 + "</answer>", "<answer>9**9**9**9</answer>", r"\boxed{9^{9^{9^{9}}}}"],
-    ids=["letters", "boxes", "tags", "numbers", "no UTF-8", "nested", "tower", "boxed tower"],
+    ids=["letters", "boxes", "tags", "numbers", "lines", "blanks", "no UTF-8", "nested", "tower", "boxed tower"],
 )  # fmt: skip
 def test_no_reward_by_name_hangs_or_raises_for_any_text(text):
     """`code` runs in a sandbox, with tests of its own."""
