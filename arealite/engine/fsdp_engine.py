@@ -139,6 +139,8 @@ class FSDPEngine(TrainEngine):
     @startup_phase("compile", "compiling while the servers start")
     def compile_first_layers(self) -> None:
         """Run a trial pass through the first layers, which need little memory. All layers have their code."""
+        if self.module is None:
+            return  # destroyed before
         with first_layers(self.model) as count:
             self.run_trial(early_tokens(self.model, self.config, self.device, count))
 
@@ -260,8 +262,7 @@ class FSDPEngine(TrainEngine):
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
         self._module.eval()
         micro_batches = self._micro_batches(batch)
-        stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=False)
-        return self.reduce_stats(stats)
+        return self.reduce_stats(self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=False))
 
     def _compute_loss(
         self, micro_batches: list[MicroBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, backward: bool

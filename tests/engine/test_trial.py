@@ -59,6 +59,18 @@ def test_a_trial_pass_changes_nothing(tmp_path, cls, first_only, dtype):
         assert torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "qwen2_window"])
+def test_a_pass_through_the_first_layers_changes_nothing_in_other_families(model_dirs, kind):
+    plain, tried = (make_engine(model_dirs[kind], max_tokens_per_mb=200) for _ in range(2))
+    tried.compile_first_layers()
+    batch = random_batch(LENGTHS)
+    assert plain.train_lm(batch)["loss"] == tried.train_lm(batch)["loss"]
+    for a, b in zip(plain.model.parameters(), tried.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    tried.destroy()
+    tried.compile_first_layers()
+
+
 def test_the_first_layers_are_of_all_kinds():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = AutoConfig.for_model("qwen2", vocab_size=16, num_hidden_layers=6, **sizes)

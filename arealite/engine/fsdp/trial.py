@@ -61,7 +61,8 @@ def first_layers(model: PreTrainedModel) -> Iterator[int]:
     found = _owner(model, layers)
     assert found is not None, "call can_run_first_layers first"
     owner, name = found
-    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    types = types if len(types) == len(layers) else [""] * len(layers)
     kinds = [(kind, *(type(part) for part in layer.modules())) for kind, layer in zip(types, layers, strict=True)]
     count = max(2, 1 + max(kinds.index(kind) for kind in kinds))
     whole = getattr(owner, name)
