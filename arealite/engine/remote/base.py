@@ -102,6 +102,8 @@ class RemoteEngine(CollectingEngine):
     def _describe_missing(self) -> str:
         servers = list(self.router.servers.values())
         missing = [server.address for server in servers if not server.is_open]
+        if servers and not missing:
+            return f"starting {self.config.num_workers} rollout workers" if self.config.num_workers else ""
         return f"waiting for {len(missing)} of {len(servers)} inference servers: {', '.join(missing)}"
 
     async def _connect(self, addresses: list[str], wait: NamedWait) -> None:
