@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def wait_until_generating(server, future, tokens=1):
     """Return when the server has made some more tokens, or `future` is done."""
     began = server.get("server_info")["generated_tokens"]
     while server.get("server_info")["generated_tokens"] < began + tokens and not future.done():
-        pass
+        time.sleep(0.002)
 
 
 def full_logprobs(model_path, tokens):
@@ -116,19 +117,19 @@ def test_refused_request_is_not_retried(server, connect):
 def test_an_interruption_loses_no_token_and_repeats_none(model_path, connect, mode, server):
     """With the same weights loaded again, an interrupted generation equals an undisturbed one, token for token."""
     engine = connect(server, pause_mode=mode)
-    wanted = request(n=4, max_new_tokens=120)
+    wanted = request(n=2, max_new_tokens=100)
     undisturbed = run(engine, engine.agenerate_group(wanted))
     first = server.get("model_info")["weight_version"]
     future = in_background(engine, engine.agenerate_group(wanted))
     for version in range(int(first) + 1, int(first) + 5):
-        wait_until_generating(server, future, tokens=40)
+        wait_until_generating(server, future, tokens=20)
         engine.update_weights(WeightUpdateMeta("disk", str(model_path), version))
     interrupted = future.result(60)
     seen = set()
     for a, b in zip(undisturbed, interrupted, strict=True):
         assert a.output_tokens == b.output_tokens
         assert torch.allclose(torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4)
-        assert len(b.output_versions) == 120 and b.output_versions == sorted(b.output_versions)
+        assert len(b.output_versions) == 100 and b.output_versions == sorted(b.output_versions)
         assert b.num_interruptions == 0, "the server did not go on by itself"
         seen |= set(b.output_versions)
     assert len(seen) > 1, "all tokens carry one version"
@@ -186,16 +187,14 @@ def test_new_weights_make_other_tokens_by_disk_and_shared_memory(model_path, tmp
 def test_requests_of_a_killed_server_continue_elsewhere(model_path, connect, server):
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, server)
-        futures = [in_background(engine, engine.agenerate(request(max_new_tokens=120, seed=i))) for i in range(8)]
+        wanted = [request(max_new_tokens=100, seed=i) for i in range(4)]
+        futures = [in_background(engine, engine.agenerate(one)) for one in wanted]
         wait_until_generating(one, futures[0])
         one.signal(signal.SIGKILL)
-        responses = [f.result(60) for f in futures]
-        assert all(len(r.output_tokens) == 120 for r in responses)
-        for i, response in enumerate(responses):
-            assert (
-                response.output_tokens
-                == run(engine, engine.agenerate(request(max_new_tokens=120, seed=i))).output_tokens
-            )
+        tokens = [f.result(60).output_tokens for f in futures]
+        assert all(len(own) == 100 for own in tokens)
+        again = [in_background(engine, engine.agenerate(one)) for one in wanted]
+        assert tokens == [f.result(60).output_tokens for f in again]
         assert not engine.router.servers[one.address].is_open
 
 
@@ -220,7 +219,7 @@ def reward(completion, **data):
 
 def test_a_training_loop_with_updates_keeps_versions_and_staleness(model_path, tokenizer, connect, server):
     engine = connect(server, batch_size=4, max_head_offpolicyness=2)
-    gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=24)
+    gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=12)
     workflow = RLVRWorkflow(reward, gconfig, tokenizer, reward_inline=True)
     data = [[{"prompt": f"count to {i}"} for i in range(j, j + 4)] for j in range(0, 40, 4)]
     groups = []

@@ -130,8 +130,10 @@ def _losses_on_rank(rank, path, freeze_vision, lora_rank):
     return [engine.train_lm(select_rows(batch, rows))["loss"] for _ in range(4)]
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("freeze_vision", [True, False])
+@pytest.mark.parametrize(
+    ("freeze_vision", "lora_rank"),
+    [(True, 4), (False, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 0), (False, 4)))],
+)
 def test_ranks_with_and_without_images_train_like_one(vlm_dirs, two_ranks, freeze_vision, lora_rank):
     one = _losses_on_rank(None, vlm_dirs["qwen"], freeze_vision, lora_rank)
     two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"], freeze_vision, lora_rank)

@@ -29,6 +29,7 @@ TYPES = {
 }
 
 
+@pytest.mark.slow
 def test_engines_of_the_example_have_types(tmp_path):
     lines = SCRIPT.read_text().splitlines()
     last = next(i for i, line in enumerate(lines) if line.strip().startswith("run.commit("))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_python
+from tests import warm_python, warm_start
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "arealite"
 TINY = {
@@ -34,7 +34,7 @@ SCRIPTS = {
 
 # Not `agents` itself: the folder tests/agents can be imported by that name.
 NEEDS = {"gymnasium_agent": "gymnasium", "agents_sdk": "agents.run"}
-# Threads of the SDK do not survive the forks of `warm_python`.
+# Threads of the SDK, which the launcher imports with the script, do not survive its forks.
 PLAIN = {"agents_sdk"}
 
 
@@ -48,7 +48,10 @@ def train(command: list[str], is_warm: bool = True, **options) -> None:
     if is_warm:
         done = warm_python.run(command, timeout=240, **options)
     else:
-        done = subprocess.run([sys.executable, *command], timeout=240, capture_output=True, text=True, **options)
+        env = {**os.environ, **warm_start.environment()}
+        done = subprocess.run(
+            [sys.executable, *command], env=env, timeout=240, capture_output=True, text=True, **options
+        )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -95,13 +98,6 @@ def test_code_that_a_configuration_names(name, statistics, model_path, gsm8k_pat
     config = EXAMPLES / "configs" / f"{name}.yaml"
     command = ["-m", "arealite.cli.main", "--config", str(config), f"train_dataset.path={gsm8k_path}"]
     command += overrides(tmp_path, model_path, "trainer.grpo.")
-    if name == "custom_workflow":
-        train(command, cwd=str(EXAMPLES))
-    else:
-        # A real process: the launcher asks the script for its configuration, in a folder that forks would remove.
-        env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=EXAMPLES, env=env, timeout=240, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    # A launcher of its own asks the script for its configuration, in a folder that its forks would remove.
+    train(command, is_warm=name == "custom_workflow", cwd=str(EXAMPLES))
     check_stats(tmp_path / name.replace("_", "-") / "trial0", statistics)

@@ -31,4 +31,5 @@ if "AREALITE_TESTS_WARM_PYTHON" in os.environ and (command := find_command(sys.o
     sys.path.insert(0, str(ROOT))
     from tests import warm_python
 
-    warm_python.run_in_place(command, can_fork=not command[0].endswith(RAY_WORKER))
+    # A launcher starts programs as forks by this module. A worker of Ray has threads.
+    warm_python.run_in_place(command, can_fork="arealite.cli.main" not in command and RAY_WORKER not in command[0])
