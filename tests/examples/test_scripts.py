@@ -125,12 +125,12 @@ def test_grpo_gives_the_same_numbers_with_every_layout(model_path, gsm8k_path, t
             *("--config", str(EXAMPLES / "configs" / "gsm8k_grpo.yaml")),
             *(*common(tmp_path, gsm8k_path), *grpo_overrides(model_path)),
             *(f"trial_name={layout}", "actor.ppo_n_minibatches=1", "train_dataset.shuffle=false"),
-            f"allocation_mode=embedded.d1+{layout}",
+            *(f"allocation_mode=embedded.d1+{layout}", "total_train_steps=2"),
             timeout_s=600.0,
         )
         steps = stats_of(tmp_path / "gsm8k-grpo" / layout)
         losses[layout] = [(s["reward"], s["grad_norm"], s["entropy"]) for s in steps]
-        assert len(steps) == NUM_STEPS and all(s["behav_kl/k3"] < 1e-6 for s in steps)
+        assert len(steps) == 2 and all(s["behav_kl/k3"] < 1e-6 for s in steps)
     for layout, found in losses.items():
         assert found[0] == pytest.approx(losses["d1"][0], rel=1e-3), layout
 
