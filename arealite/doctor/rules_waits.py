@@ -58,8 +58,9 @@ def cycles(case: Case) -> Iterator[Finding]:
 
 def network(case: Case) -> Iterator[Finding]:
     """Servers that live and do not answer."""
-    for process, wait in _server_waits(case):
-        for address in wait.get("whom") or ():
+    for process, wait in case.long_waits("generate", "load", "server"):
+        # Requests for which no server is open wait for any of them.
+        for address in wait.get("whom") or case.health:
             problem = case.health.get(address, "")
             server = _server_at(case, address)
             if not problem or (server and (server.is_dead or not _answers(server))):

@@ -118,6 +118,9 @@ def test_network_disk_and_memory():
     lost = episodes(wait("generate", "", [ADDRESS]))
     case = Case(Path("/run"), 60.0, [lost, server()], health={ADDRESS: "timed out"})
     assert diagnose(case)[0].kind == "network_dead"
+    closed = episodes(wait("server", "an open server", []))
+    case = Case(Path("/run"), 60.0, [closed, server()], health={ADDRESS: "timed out"})
+    assert diagnose(case)[0].kind == "network_dead", "requests go to a server until it fails its health checks"
     case = Case(Path("/run"), 60.0, [lost], health={ADDRESS: "refused"})
     assert diagnose(case)[0].kind == "server_unreachable"
     case = Case(Path("/run"), 60.0, [process("rank0")], probe_error="No space left on device")
