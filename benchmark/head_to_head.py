@@ -41,7 +41,7 @@ from arealite.utils.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS, IN_PROCESS = "arealite", "arealite in process"
-LARGE = ("7b", "30b-a3b")
+LARGE = ("7b", "30b-a3b", "30b-a3b-12")
 
 
 @dataclass
@@ -57,6 +57,8 @@ class Comparison:
     )
     sglang: str = field(default="", metadata={"help": "Python with SGLang; empty: not measured."})
     vllm: str = field(default="", metadata={"help": "Python with vLLM; empty: not measured."})
+    our_settings: str = field(default="", metadata={"help": "More settings of our server: kv_cache_dtype=fp8 …"})
+    sglang_settings: str = field(default="", metadata={"help": "More options of SGLang: --kv-cache-dtype fp8_e4m3 …"})
     device: str = field(default="cuda", metadata={"help": "cuda or cpu."})
     input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens of the fixed cases."})
@@ -256,7 +258,7 @@ def our_command(config, path, shape, port, most, longest, tokens) -> list[str]:
     return [
         sys.executable, "-m", "arealite.cli.serve", f"model_path={path}", f"port={port}",
         f"max_running_requests={most}", f"max_total_tokens={tokens}", f"device={config.device}",
-        f"context_length={longest}",
+        f"context_length={longest}", *shlex.split(config.our_settings),
     ]  # fmt: skip
 
 
@@ -271,7 +273,7 @@ def sglang_command(config, path, shape, port, most, longest, tokens) -> list[str
         command += ["--attention-backend", "fa3", "--sampling-backend", "pytorch"]
         command += ["--cuda-graph-max-bs-decode", most, "--mem-fraction-static", "0.9"]
         command += ["--chunked-prefill-size", "8192"]
-    return [str(part) for part in command]
+    return [str(part) for part in [*command, *shlex.split(config.sglang_settings)]]
 
 
 def vllm_command(config, path, shape, port, most, longest, tokens) -> list[str]:
@@ -351,6 +353,7 @@ def measure(config: Comparison, server: Server, cases: list[Case], results: dict
 def run_in_process(config: Comparison, case: Case, row: dict[str, float]) -> None:
     chosen = case_options(config, case.name)
     arguments = [f"{k}={v}" for k, v in vars(chosen).items() if v != getattr(Options(), k)]
+    arguments += [f"server.{setting}" for setting in shlex.split(config.our_settings)]
     command = [sys.executable, "benchmark/inference.py", *arguments, "http=false", "update=false"]
     command.append(f"repeats={config.repeats}")
     try:

@@ -43,7 +43,7 @@ class Options:
     concurrency: int = field(default=64, metadata={"help": "Sequences decoded at once."})
     input_len: int = field(default=128, metadata={"help": "Prompt tokens (random weights)."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens."})
-    compared: int = field(default=32, metadata={"help": "Sequences whose log-probs are compared."})
+    compared: int = field(default=32, metadata={"help": "Sequences whose log-probs are compared; 0: none."})
     repeats: int = field(default=2, metadata={"help": "Runs of each variant; the fastest counts."})
     variants: list[str] = field(default_factory=lambda: list(VARIANTS), metadata={"help": ", ".join(VARIANTS)})
     server: ServerConfig = field(default_factory=lambda: ServerConfig(block_size=64))
@@ -71,7 +71,7 @@ def measure(options: Options, model: PreTrainedModel, jobs: list[Job], variant: 
     gc.collect()
     torch.cuda.empty_cache()
     some = options.compared
-    gaps = compare_logprobs(model, [job.prompt for job in jobs[:some]], outputs[:some])
+    gaps = compare_logprobs(model, [job.prompt for job in jobs[:some]], outputs[:some]) if some else {}
     sizes = {"weights_gib": weight_bytes / 2**30, "held_tokens": held_tokens}
     return {"tokens_per_s": max(speeds), **sizes, **{n.removeprefix("logprob_"): v for n, v in gaps.items()}}
 
