@@ -29,6 +29,7 @@ from arealite.algo.advantages import normalize
 from arealite.algo.logprobs import token_logprobs
 from arealite.api.cli_args import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.engine.fsdp import varlen
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 
@@ -194,18 +195,20 @@ def run_cuda(quick: bool) -> list[dict]:
         kind = f"groups of 8, prompt of 128 computed {'once' if shared else 'eight times'}"
         rows.append(bench_mfu("1.5B", kind, groups, peak, compile=True, share_prefix=shared))
         print(rows[-1], flush=True)
-    long = fixed_batch([32768], 151936)
-    rows.append(
-        bench_mfu(
-            "1.5B",
-            "one sequence of 32k",
-            long,
-            peak,
-            compile=True,
-            gradient_checkpointing=True,
-            max_tokens_per_mb=32768,
-        )
-    )
+    return [*rows, *bench_long(peak)]
+
+
+def bench_long(peak: float) -> list[dict]:
+    """Train on long sequences, with attention by both kernels in one run."""
+    rows = []
+    for kind, lengths in (("one sequence of 32k", [32768]), ("sequences of 14k, 9k, 6k, 4k", [14000, 9000, 6000, 3768])):
+        batch = fixed_batch(lengths, 151936)
+        for recompute, alone in ((True, True), (False, True), (False, False)):
+            varlen.MAX_ALONE = 16 if alone else 0
+            settings = {"compile": True, "gradient_checkpointing": recompute, "max_tokens_per_mb": 32768}
+            row = bench_mfu("1.5B", f"{kind}, {'cuDNN' if alone else 'FlashAttention 2'}", batch, peak, **settings)
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 

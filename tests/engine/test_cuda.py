@@ -1,10 +1,14 @@
 """The engine on CUDA: variable-length attention, mixed precision, offloading, compiled layers."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
+from arealite.engine.fsdp import varlen
+from arealite.engine.fsdp.shared_prefix import Segment, SegmentPlan
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from tests.engine.engine_testing import SPEC, make_model, random_batch
 
@@ -62,6 +66,27 @@ def test_training_lowers_the_loss_in_every_mode(tmp_path, settings):
     losses = [engine.train_lm(batch)["loss"] for _ in range(10)]
     assert losses[0] == pytest.approx(4.20, abs=0.03)
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_long_sequences_alone_have_the_results_of_the_variable_length_kernel(monkeypatch, compiled):
+    """Two answers to one prompt and a row of its own, by cuDNN and by FlashAttention."""
+    segments = [Segment(0, 300, 0), Segment(300, 3000, 300), Segment(3300, 4100, 300), Segment(7400, 2600, 0)]
+    paths = [range(300), [*range(300), *range(300, 3300)], [*range(300), *range(3300, 7400)], range(7400, 10_000)]
+    plan = SegmentPlan(segments, torch.tensor(list(itertools.chain(*paths))))
+    torch.manual_seed(0)
+    heads = [torch.randn(10_000, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (12, 2, 2)]
+    grad = torch.randn(10_000, 12, 128, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for time_of_pair in (-1.0, 1.0):
+        monkeypatch.setattr(varlen, "_TIME_OF_PAIR", time_of_pair)
+        kernel = varlen.Varlen.of_segments(plan, torch.device("cuda"), compiled)
+        assert bool(kernel.alone.any()) == (time_of_pair < 0) and varlen.has_fast_rows(*heads)
+        attend = torch.compile(kernel.attend, dynamic=True) if compiled else kernel.attend
+        out = attend(*heads, None, None)
+        results.append([out, *torch.autograd.grad(out, heads, grad)])
+    for found, expected in zip(*results, strict=True):
+        assert float((found - expected).float().norm() / expected.float().norm()) < 0.01
 
 
 def test_a_step_returns_before_the_optimizer_is_done(tmp_path):

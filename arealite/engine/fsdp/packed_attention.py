@@ -1,10 +1,9 @@
 """Causal attention over packed sequences, registered with transformers' interfaces.
 
 `PackedLayout` describes the sequences of one micro-batch. It is made once per micro-batch and passed down through the
-model's forward pass as the keyword argument `packed_layout`. On CUDA it runs torch's variable-length attention. CPU
-builds have no such kernel, and it has neither attention sinks nor float32: there, sequences of similar length are
-gathered into a few padded buckets and run through SDPA. Padding follows the real tokens, so causal attention over a
-bucket is exact.
+model's forward pass as the keyword argument `packed_layout`. On CUDA it runs `varlen`. CPU builds have no such kernel,
+and it has neither attention sinks nor float32: there, sequences of similar length are gathered into a few padded
+buckets and run through SDPA. Padding follows the real tokens, so causal attention over a bucket is exact.
 
 N packed tokens, U computed tokens (fewer than N with shared prefixes), D head size, b rows of a bucket, s tokens of a
 row, p tokens of the shared prefix before them.
@@ -12,10 +11,8 @@ row, p tokens of the shared prefix before them.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +25,9 @@ from arealite.api.errors import ConfigError
 from arealite.engine.fsdp.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
 from arealite.engine.fsdp.ring import plan_ring
 from arealite.engine.fsdp.shared_prefix import Segment, SegmentPlan
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    # Builds of torch without it can train on CPU.
-    varlen_attn = None
+from arealite.engine.fsdp.varlen import Varlen
 
 ATTENTION = "arealite_packed"
-# torch 2.12 added the argument that allows fewer key heads than query heads. Earlier versions allow it always.
-_HAS_GQA_ARGUMENT = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
-_GQA = {"enable_gqa": True} if _HAS_GQA_ARGUMENT else {}
 
 
 def packed_attention(
@@ -108,13 +97,9 @@ class PackedLayout:
         if not cu_seqlens.is_cuda or padded:
             kernel = Buckets(plan or SegmentPlan.of_rows(lengths), cu_seqlens.device)
         elif plan is not None:
-            kernel = Varlen.of_segments(plan, cu_seqlens.device)
+            kernel = Varlen.of_segments(plan, cu_seqlens.device, one_graph)
         else:
-            ends_k, every_key = cu_seqlens, None
-            if one_graph:
-                # torch.compile makes another graph for a tensor that is passed twice.
-                ends_k, every_key = cu_seqlens.clone(), torch.arange(sum(lengths), device=cu_seqlens.device)
-            kernel = Varlen(cu_seqlens, ends_k, max(lengths), max(lengths), every_key)
+            kernel = Varlen.of_rows(cu_seqlens, lengths, one_graph)
         return cls(kernel, context_group, hops)
 
     def attend(
@@ -133,56 +118,6 @@ class PackedLayout:
             both = with_earlier_pieces(pair, self.ring_hops, group)  # pyright: ignore[reportCallIssue]
             key, value = both.unbind(dim=1)
         return self.kernel.attend(query, key, value, scaling, window, sinks)
-
-
-@dataclass
-class Varlen:
-    """torch's variable-length attention, on CUDA; `kv_index` repeats the keys of shared prefixes."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_length_q: int
-    max_length_k: int
-    kv_index: Tensor | None = None
-
-    @classmethod
-    def of_segments(cls, plan: SegmentPlan, device: torch.device) -> Varlen:
-        """Queries of each segment attend to the keys of its prefix and its own."""
-        queries, keys = zip(*((s.length, s.prefix_length + s.length) for s in plan.segments), strict=True)
-        ends = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
-        ends_q, ends_k = (x.to(device, non_blocking=True) for x in ends)
-        return cls(ends_q, ends_k, max(queries), max(keys), plan.keys.to(device))
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        assert sinks is None, "sinks need a padded layout"
-        if self.kv_index is not None:
-            key, value = _repeat_keys(key, self.kv_index), _repeat_keys(value, self.kv_index)
-        # Flash attention counts the tokens before the query; transformers counts the query too.
-        window_size = (-1, 0) if window is None else (window - 1, 0)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attend: Any = varlen_attn
-        out = attend(
-            _pad_heads(query), _pad_heads(key), _pad_heads(value),
-            self.cu_seqlens_q, self.cu_seqlens_k, self.max_length_q, self.max_length_k,
-            scale=scale, window_size=window_size, **_GQA,
-        )  # fmt: skip
-        return out[..., : value.shape[-1]] if out.shape[-1] > value.shape[-1] else out
-
-
-def _repeat_keys(x: Tensor, index: Tensor) -> Tensor:
-    """Return rows `index` of `x`. Gradients of a row that many segments use are added in fp32."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return x.index_select(0, index)
-    return x.float().index_select(0, index).to(x.dtype)
-
-
-def _pad_heads(x: Tensor) -> Tensor:
-    """Pad the head size to a multiple of 8, as the kernel requires; zeros change no product."""
-    missing = -x.shape[-1] % 8
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 
 
 class Buckets:
