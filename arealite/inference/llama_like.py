@@ -13,6 +13,8 @@ LLAMA_LIKE = (
     "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen2VLDecoderLayer",
     "Qwen2_5_VLDecoderLayer",
 )  # fmt: skip
+# The same with experts in the place of the MLP.
+LLAMA_LIKE_MIXTURES = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone
 
 
@@ -22,18 +24,23 @@ def body_of(model: PreTrainedModel) -> Any:
     return model.base_model.language_model if is_vision else model.base_model
 
 
-def is_llama_like(model: PreTrainedModel) -> bool:
-    """Whether a layer consists of RMSNorm, rotary embedding, attention and a SiLU gate."""
+def is_llama_like(model: PreTrainedModel, with_experts: bool = False) -> bool:
+    """Whether a layer consists of RMSNorm, rotary embedding, attention and a SiLU gate, or experts if these may be."""
     body = body_of(model)
     layers = getattr(body, "layers", None)
-    if layers is None or type(layers[0]).__name__ not in LLAMA_LIKE:
+    known = LLAMA_LIKE + LLAMA_LIKE_MIXTURES if with_experts else LLAMA_LIKE
+    if layers is None or type(layers[0]).__name__ not in known:
         return False
     rope = (body.config.rope_parameters or {}).get("rope_type", "default")
     return (
         rope in _STATIC_ROPE
         and body.config.hidden_act == "silu"
-        and not any(getattr(layer.mlp.gate_proj, "bias", None) is not None for layer in layers)
+        and not any(_has_biases(layer.mlp) for layer in layers)
     )
+
+
+def _has_biases(mlp: Any) -> bool:
+    return not hasattr(mlp, "experts") and getattr(mlp.gate_proj, "bias", None) is not None
 
 
 def attention_window(attention: Any) -> int | None:

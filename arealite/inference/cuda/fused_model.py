@@ -36,7 +36,7 @@ class FusedDecoder:
         self.residual_type = torch.float32
         self.layers = [_FusedLayer(layer) for layer in self.body.layers]
         # Weights are in FP8, and activations are quantized by the kernels that make them.
-        self.fp8 = isinstance(self.layers[0].down, Fp8Linear)
+        self.fp8 = isinstance(self.layers[0].out, Fp8Linear)
         # Cosines and sines, [max_len + 1, D]
         self.tables = self.angles(torch.arange(max_len + 1, device=self.head.weight.device)[None])
 
@@ -69,8 +69,8 @@ class FusedDecoder:
             mixed = mixed.flatten(1)
             # A module, which sums over ranks in tensor parallel.
             delta = layer.out(cuda_ops.quantize(mixed) if self.fp8 else mixed)
-            x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps, self.fp8)
-            delta = layer.down(cuda_ops.silu_mul(layer.gate_up(x), self.fp8))
+            x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps, layer.mlp.fp8)
+            delta = layer.mlp(x)
         return cuda_ops.add_norm(delta, residual, self.body.norm.weight, self.layers[0].eps)
 
     def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:
@@ -104,20 +104,43 @@ class _FusedLayer:
     """The parameters of one decoder layer, joined where one product replaces several."""
 
     def __init__(self, layer: Any):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        self.mlp = _Experts(layer.mlp) if hasattr(layer.mlp, "experts") else _Mlp(layer.mlp)
         self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.norm1.variance_epsilon
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.qkv = _join_layers(projections)
-        self.out, self.down = attention.o_proj, mlp.down_proj
-        self.gate_up = _join_layers([mlp.gate_proj, mlp.up_proj])
+        self.out = attention.o_proj
         self.scale = attention.scaling
         self.window = attention_window(attention)
         self.head_norms = None
         if hasattr(attention, "q_norm"):
             q_norm, k_norm = attention.q_norm, attention.k_norm
             self.head_norms = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+
+
+class _Mlp:
+    """A SiLU gate as two products; with `fp8`, of quantized tokens."""
+
+    def __init__(self, mlp: Any):
+        self.gate_up, self.down = _join_layers([mlp.gate_proj, mlp.up_proj]), mlp.down_proj
+        self.fp8 = isinstance(self.down, Fp8Linear)
         assert isinstance(mlp.act_fn, type(ACT2FN["silu"]))
+
+    def __call__(self, x: Any) -> torch.Tensor:
+        return self.down(cuda_ops.silu_mul(self.gate_up(x), self.fp8))
+
+
+class _Experts:
+    """The router and the experts of a layer: the module of transformers, with the kernels of `experts`."""
+
+    fp8 = False
+
+    def __init__(self, block: nn.Module):
+        self.block = block
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x[None])[0]
 
 
 def _join_layers(layers: list[Any]) -> Callable[[Any], torch.Tensor]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.cache import DeviceCache
+from arealite.inference.cuda.experts import use_grouped_kernels
 from arealite.inference.cuda.extras import SamplingExtras
 from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
 from arealite.inference.cuda.graphs import GraphSet, decode_sizes, prefill_sizes
@@ -55,7 +56,9 @@ class CudaRunner(Runner):
         self.on_gpu = self.device.type == "cuda"  # Triton's interpreter runs the same code on the CPU
         self.block_size = config.block_size
         max_len = shape.context_length
-        self.decoder = FusedDecoder(model, max_len) if is_llama_like(model) else PlainDecoder(model)
+        use_grouped_kernels(model)
+        is_fused = is_llama_like(model, with_experts=True)
+        self.decoder = FusedDecoder(model, max_len) if is_fused else PlainDecoder(model)
         self.images: ImagePrefill | None = None
         if is_served(model.config):
             check_served(model.config, config, self.device)

@@ -1,0 +1,84 @@
+"""Experts of mixtures on CUDA: three Triton kernels where transformers launches some twenty.
+
+The modules of transformers stay as they are and call `forward_grouped` through the interface that it has for experts.
+
+Legend: see `group_kernels`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import triton
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from arealite.inference.cuda import group_kernels as _kernels
+from arealite.utils.routing import expert_blocks
+
+# Type checkers do not know that a Triton kernel is indexed by its grid.
+kernels: Any = _kernels
+IMPLEMENTATION = "arealite_grouped"
+ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = lambda *args: forward_grouped(*args)
+
+
+def use_grouped_kernels(model: PreTrainedModel) -> None:
+    """Let the layers with experts call `forward_grouped`, where their experts are of the kind that it computes."""
+    for block in expert_blocks(model):
+        experts = block.experts
+        is_plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed
+        is_plain &= not (experts.has_bias or experts.has_post_expert_norm)
+        is_half = experts.down_proj.dtype in (torch.bfloat16, torch.float16)
+        if is_plain and is_half and isinstance(experts.act_fn, type(ACT2FN["silu"])):
+            # A config of its own: that of the model is used to load others too.
+            experts.config = copy.copy(experts.config)
+            experts.config._experts_implementation_internal = IMPLEMENTATION
+
+
+def forward_grouped(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each token's experts, weighted by `shares`, [T, size].
+
+    `index` and `shares` are [T, K]. An index of E is an expert of another rank, which is skipped.
+    """
+    num_tokens, top_k = index.shape
+    num_pairs, num_experts = num_tokens * top_k, experts.num_experts
+    order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=hidden.device)
+    block = min(4096, max(16, triton.next_power_of_2(num_pairs)))
+    kernels.group_pairs_kernel[(num_experts,)](index.contiguous(), order, ends, num_pairs, BLOCK=block)
+    inner, size = experts.down_proj.shape[2], hidden.shape[1]
+    # Most experts have one tile: half as many rows again as they have in the mean.
+    rows = min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
+    # Each expert with pairs has at most one tile that is not full.
+    num_tiles = num_pairs // rows + min(num_pairs, num_experts)
+    shape = {"EXPERTS": triton.next_power_of_2(num_experts), "BM": rows, "WIDEN": not hidden.is_cuda}
+    gated = hidden.new_empty(num_pairs, inner)
+    kernels.gated_experts_kernel[(num_tiles, triton.cdiv(inner, 64))](
+        hidden,
+        experts.gate_up_proj,
+        order,
+        ends,
+        gated,
+        num_experts,
+        top_k,
+        size,
+        inner,
+        BN=64,
+        **shape,
+        **_tuning(rows),
+    )
+    # Pairs of other ranks are not written.
+    make = torch.zeros if experts._is_expert_parallel else torch.empty
+    out = make(num_tokens, top_k, size, dtype=hidden.dtype, device=hidden.device)
+    kernels.down_experts_kernel[(num_tiles, triton.cdiv(size, 128))](
+        gated, experts.down_proj, shares.contiguous(), order, ends, out, num_experts, size, inner,
+        BN=128, **shape, **_tuning(rows),
+    )  # fmt: skip
+    return out.sum(1)
+
+
+def _tuning(rows: int) -> dict[str, int]:
+    return {"BK": 64, "num_warps": 8 if rows == 128 else 4, "num_stages": 4 if rows <= 64 else 3}

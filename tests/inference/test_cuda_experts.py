@@ -1,0 +1,92 @@
+"""Kernels of mixtures of experts against transformers; without a GPU, Triton's interpreter runs them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from arealite.api.cli_args import ServerConfig
+from arealite.inference import core
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SamplingParams
+from arealite.utils.routing import expert_blocks
+from tests.inference.conftest import SMALL, forward_logprobs, prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **SMALL, head_dim=16, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "qwen3_moe_dense": Qwen3MoeConfig(
+        **SMALL, head_dim=16, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, mlp_only_layers=[0]
+    ),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def make(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[kind]).to(DEVICE, DTYPE).eval()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 300])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_experts_compute_what_those_of_transformers_do(num_tokens, is_part):
+    """Also where some experts are on other ranks."""
+    # Imported here: both load Triton, which must know before that it interprets.
+    experts_of = pytest.importorskip("arealite.inference.cuda.experts")
+    theirs = pytest.importorskip("transformers.integrations.moe")
+    experts = expert_blocks(make("qwen3_moe"))[0].experts
+    experts._is_expert_parallel = is_part
+    torch.manual_seed(num_tokens)
+    for name in ("gate_up_proj", "down_proj"):
+        torch.nn.init.normal_(getattr(experts, name), std=0.1)
+    count = experts.num_experts
+    hidden = torch.randn(num_tokens, experts.hidden_dim).to(DEVICE, DTYPE)
+    index = torch.stack([torch.randperm(count)[:2] for _ in range(num_tokens)]).to(DEVICE)
+    shares = torch.rand(num_tokens, 2).to(DEVICE, DTYPE)
+    if is_part:
+        index[::3, 0], shares[::3, 0] = count, 0.0
+    with torch.no_grad():
+        expected = theirs.grouped_mm_experts_forward(experts, hidden, index, shares)
+        found = experts_of.forward_grouped(experts, hidden, index, shares)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_mixture_is_served_with_the_log_probs_of_transformers(kind, monkeypatch):
+    cuda_runner = pytest.importorskip("arealite.inference.cuda.runner")
+    monkeypatch.setattr(core, "make_runner", cuda_runner.CudaRunner)
+    # The interpreter serves float32 only, which keeps the experts of transformers.
+    model = make(kind) if GPU else make(kind).float()
+    settings = {"max_total_tokens": 512, "block_size": 4, "max_running_requests": 4, "max_prefill_tokens": 32}
+    engine = Engine(ServerConfig(record_routing=True, **settings), model=copy.deepcopy(model)).start()
+    try:
+        assert type(engine.core.runner.decoder).__name__ == "FusedDecoder"
+        for seed, prompt in enumerate(prompts(3, low=5, high=12)):
+            params = SamplingParams(max_new_tokens=6, ignore_eos=True, sampling_seed=seed)
+            (output,) = engine.submit(Request(prompt, params, want_routing=True)).result(120)
+            expected = forward_logprobs(model.cpu().float(), prompt, output.token_ids)
+            torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=0.05, rtol=0.0)
+            assert output.routed_experts.shape == (len(prompt) + 5, 2 * len(expert_blocks(model)))
+    finally:
+        engine.close()
+
+
+def test_other_experts_keep_the_function_of_transformers():
+    experts_of = pytest.importorskip("arealite.inference.cuda.experts")
+    model = AutoModelForCausalLM.from_config(CONFIGS["mixtral"]).float()
+    experts_of.use_grouped_kernels(model)
+    assert all(block.experts.config is model.config for block in expert_blocks(model))
