@@ -1,6 +1,7 @@
-"""Experts of mixtures on CUDA: three Triton kernels where transformers launches some twenty.
+"""Experts of mixtures on CUDA: a few Triton kernels where transformers launches some twenty.
 
 The modules of transformers stay as they are and call `forward_grouped` through the interface that it has for experts.
+Weights are in half precision or in FP8 (`experts.fp8_experts`).
 
 Legend: see `group_kernels`.
 """
@@ -17,12 +18,14 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from arealite.inference.cuda import group_kernels as _kernels
+from arealite.inference.cuda.ops import quantize
+from arealite.inference.experts.fp8_experts import FORWARDS
+from arealite.inference.fp8 import FP8
 from arealite.utils.routing import expert_blocks
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 kernels: Any = _kernels
 IMPLEMENTATION = "arealite_grouped"
-ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = lambda *args: forward_grouped(*args)
 
 
 def use_grouped_kernels(model: PreTrainedModel) -> None:
@@ -50,15 +53,10 @@ def forward_grouped(experts: Any, hidden: torch.Tensor, index: torch.Tensor, sha
     block = min(4096, max(16, triton.next_power_of_2(num_pairs)))
     kernels.group_pairs_kernel[(num_experts,)](index.contiguous(), order, ends, num_pairs, BLOCK=block)
     inner, size = experts.down_proj.shape[2], hidden.shape[1]
-    # Most experts have one tile: half as many rows again as they have in the mean.
-    rows = min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
-    # Each expert with pairs has at most one tile that is not full.
-    num_tiles = num_pairs // rows + min(num_pairs, num_experts)
-    shape = {"EXPERTS": triton.next_power_of_2(num_experts), "BM": rows, "WIDEN": not hidden.is_cuda}
+    tiles, tuning = _tiles(num_pairs, num_experts, experts.down_proj)
     gated = hidden.new_empty(num_pairs, inner)
-    kernels.gated_experts_kernel[(num_tiles, triton.cdiv(inner, 64))](
-        hidden,
-        experts.gate_up_proj,
+    kernels.gated_experts_kernel[(tiles, triton.cdiv(inner, 64))](
+        *_operands(experts, "gate_up_proj", hidden),
         order,
         ends,
         gated,
@@ -67,18 +65,39 @@ def forward_grouped(experts: Any, hidden: torch.Tensor, index: torch.Tensor, sha
         size,
         inner,
         BN=64,
-        **shape,
-        **_tuning(rows),
+        **tuning,
     )
     # Pairs of other ranks are not written.
     make = torch.zeros if experts._is_expert_parallel else torch.empty
     out = make(num_tokens, top_k, size, dtype=hidden.dtype, device=hidden.device)
-    kernels.down_experts_kernel[(num_tiles, triton.cdiv(size, 128))](
-        gated, experts.down_proj, shares.contiguous(), order, ends, out, num_experts, size, inner,
-        BN=128, **shape, **_tuning(rows),
+    kernels.down_experts_kernel[(tiles, triton.cdiv(size, 128))](
+        *_operands(experts, "down_proj", gated), shares.contiguous(), order, ends, out, num_experts, size, inner,
+        BN=128, **tuning,
     )  # fmt: skip
     return out.sum(1)
 
 
-def _tuning(rows: int) -> dict[str, int]:
-    return {"BK": 64, "num_warps": 8 if rows == 128 else 4, "num_stages": 4 if rows <= 64 else 3}
+def _tiles(num_pairs: int, num_experts: int, weight: torch.Tensor) -> tuple[int, dict[str, Any]]:
+    """Return the largest number of tiles that pairs may need, and constants of the kernels."""
+    # Most experts have one tile: half as many rows again as they have in the mean.
+    rows = min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
+    in_fp8 = weight.dtype == FP8
+    tuning = {
+        "EXPERTS": triton.next_power_of_2(num_experts), "BM": rows, "BK": 128 if in_fp8 else 64, "SCALED": in_fp8,
+        "WIDEN": not weight.is_cuda, "num_warps": 8 if rows == 128 else 4, "num_stages": 4 if rows <= 64 else 3,
+    }  # fmt: skip
+    # Each expert with pairs has at most one tile that is not full.
+    return num_pairs // rows + min(num_pairs, num_experts), tuning
+
+
+def _operands(experts: Any, name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tokens and weights of a product with their scales, which are not read unless both are in FP8."""
+    weight = getattr(experts, name)
+    if weight.dtype != FP8:
+        return x, x, weight, weight
+    values, scales = quantize(x)
+    return values, scales, weight, getattr(experts, f"{name}_scale")
+
+
+ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = forward_grouped
+FORWARDS["cuda"] = forward_grouped

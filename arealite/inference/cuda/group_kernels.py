@@ -58,18 +58,21 @@ def find_tile(ends_ptr, tile, num_experts, EXPERTS: tl.constexpr, BM: tl.constex
 
 @triton.jit
 def product(a, b, WIDEN: tl.constexpr):
-    """A product with sums in float32. Triton's interpreter cannot multiply bfloat16: it needs WIDEN."""
+    """A product with sums in float32. Triton's interpreter can multiply neither bfloat16 nor FP8: it needs WIDEN."""
     return tl.dot(a.to(tl.float32), b.to(tl.float32)) if WIDEN else tl.dot(a, b)
 
 
 @triton.jit
 def gated_experts_kernel(
-    x_ptr, weight_ptr, order_ptr, ends_ptr, out_ptr, num_experts, top_k, size, inner_size,
-    EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, order_ptr, ends_ptr, out_ptr,
+    num_experts, top_k, size, inner_size,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """out[s] = silu(gate) * up of the s-th sorted pair, [S, inner_size]. Grid (tiles of pairs, tiles of inner_size).
 
-    `x` [T, size]; `weight` [E, 2 · inner_size, size] has gate, then up.
+    `x` [T, size]; `weight` [E, 2 · inner_size, size] has gate, then up. With SCALED both are in FP8, with scales [T]
+    and [E, 2 · inner_size].
     """
     expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_experts, EXPERTS, BM)
     if expert < num_experts:
@@ -88,6 +91,11 @@ def gated_experts_kernel(
             wanted = has_col[None, :] & inside[:, None]
             gate += product(x, tl.load(gate_at + start, mask=wanted, other=0.0), WIDEN)
             up += product(x, tl.load(up_at + start, mask=wanted, other=0.0), WIDEN)
+        if SCALED:
+            scale_at = weight_scale_ptr + expert * 2 * inner_size + cols
+            scale = tl.load(x_scale_ptr + tokens)[:, None]
+            gate *= scale * tl.load(scale_at, mask=has_col, other=0.0)[None, :]
+            up *= scale * tl.load(scale_at + inner_size, mask=has_col, other=0.0)[None, :]
         dtype = out_ptr.dtype.element_ty
         wide = gate.to(dtype).to(tl.float32)
         out = times((wide / (1.0 + tl.exp(-wide))).to(dtype), up.to(dtype))
@@ -97,12 +105,15 @@ def gated_experts_kernel(
 
 @triton.jit
 def down_experts_kernel(
-    x_ptr, weight_ptr, share_ptr, order_ptr, ends_ptr, out_ptr, num_experts, size, inner_size,
-    EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDEN: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, share_ptr, order_ptr, ends_ptr, out_ptr,
+    num_experts, size, inner_size,
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[s] @ weight[expert].T * share[pair] for the s-th sorted pair. Grid (tiles of pairs, tiles of size).
 
-    `x` [S, inner_size] is sorted, `share` [S] and `out` [S, size] are not.
+    `x` [S, inner_size] is sorted, `share` [S] and `out` [S, size] are not. With SCALED `x` and `weight` are in FP8,
+    with scales [S] and [E, size].
     """
     expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_experts, EXPERTS, BM)
     if expert < num_experts:
@@ -118,6 +129,9 @@ def down_experts_kernel(
             x = tl.load(x_at + start, mask=has_row[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weight_at + start, mask=has_col[None, :] & inside[:, None], other=0.0)
             acc += product(x, weight, WIDEN)
+        if SCALED:
+            scale = tl.load(weight_scale_ptr + expert * size + cols, mask=has_col, other=0.0)
+            acc *= tl.load(x_scale_ptr + rows, mask=has_row, other=0.0)[:, None] * scale[None, :]
         pairs = tl.load(order_ptr + rows, mask=has_row, other=0)
         share = tl.load(share_ptr + pairs, mask=has_row, other=0.0)
         dtype = out_ptr.dtype.element_ty

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 import triton
 
-from arealite.inference.cuda import expert_kernels as _expert_kernels
 from arealite.inference.cuda import kernels as _kernels
 from arealite.inference.cuda import sample_kernels as _sample_kernels
 from arealite.inference.cuda.runs import RunPlan, aligned_tokens, attend_runs
-from arealite.inference.experts.fp8_experts import OPS, ExpertOps
-from arealite.inference.fp8 import FP8, WIDE, Quantized
+from arealite.inference.fp8 import FP8, Quantized
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
-expert_kernels: Any = _expert_kernels
 kernels: Any = _kernels
 sample_kernels: Any = _sample_kernels
 LOG2_E = 1.4426950408889634
@@ -93,25 +90,6 @@ def quantize(x: torch.Tensor, gated: bool = False) -> Quantized:
         x, out, scales, size, GATED=gated, BLOCK=block, num_warps=min(16, max(1, block // 512))
     )
     return Quantized(out, scales)
-
-
-def multiply_groups(x: Quantized, weight: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return x[rows of e] @ weight[e].T for each expert in FP8. Rows behind `ends[-1]` are not written."""
-    (num_rows, inputs), (num_experts, outputs, _) = x.values.shape, weight.shape
-    out = torch.empty(num_rows, outputs, dtype=WIDE, device=weight.device)
-    mean = num_rows / num_experts
-    rows = 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 128 else 128
-    # Each expert with rows has at most one tile that is not full.
-    grid = num_rows // rows + min(num_rows, num_experts), triton.cdiv(outputs, 64)
-    expert_kernels.grouped_fp8_kernel[grid](
-        x.values, x.scales, weight, scale, ends, out, num_experts, outputs, inputs,
-        EXPERTS=triton.next_power_of_2(num_experts), BM=rows, BN=64, BK=128, WIDEN=not weight.is_cuda,
-        num_warps=4, num_stages=4,
-    )  # fmt: skip
-    return out
-
-
-OPS["cuda"] = ExpertOps(quantize, multiply_groups)
 
 
 def silu_mul(x: torch.Tensor, fp8: bool = False) -> Any:

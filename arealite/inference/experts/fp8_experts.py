@@ -9,7 +9,7 @@ Legend: S pairs of a token and an expert, sorted by expert; E experts of this ra
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,7 @@ MATRICES = ("gate_up_proj", "down_proj")
 def multiply_groups(x: Quantized, weight: torch.Tensor, scale: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return x[rows of e] @ weight[e].T for each expert, [S, N] in bfloat16.
 
-    The reference of the CUDA kernel. `weight` is [E, N, K], `scale` [E, N]; the rows of expert e end at `ends[e]`. Rows
-    behind the last are zero.
+    `weight` is [E, N, K], `scale` [E, N]; the rows of expert e end at `ends[e]`. Rows behind the last are zero.
     """
     out = torch.zeros(x.values.shape[0], weight.shape[1], dtype=WIDE, device=weight.device)
     start = 0
@@ -37,17 +36,6 @@ def multiply_groups(x: Quantized, weight: torch.Tensor, scale: torch.Tensor, end
         wide = (x.values[rows].float() * x.scales[rows]) @ (weight[expert].float() * scale[expert][:, None]).t()
         out[rows], start = wide.to(WIDE), end
     return out
-
-
-class ExpertOps(NamedTuple):
-    """What the pass computes with, on one kind of device."""
-
-    quantize: Callable[[torch.Tensor], Quantized]
-    multiply_groups: Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-# `arealite.inference.cuda.ops` adds those with Triton kernels.
-OPS = {"cpu": ExpertOps(quantize, multiply_groups)}
 
 
 def expert_layers(model: PreTrainedModel) -> list[str]:
@@ -83,24 +71,29 @@ def convert_experts(experts: Any) -> None:
     experts.config._experts_implementation_internal = IMPLEMENTATION
 
 
-def forward_fp8(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's experts, [T, H].
+def forward_fp8(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each token's experts, weighted by `shares`, [T, H].
 
-    As `grouped_mm_experts_forward` of transformers does. `index` and `weights` are [T, experts of a token]. An index of
-    E is an expert of another rank, which is skipped.
+    `index` and `shares` are [T, experts of a token]. An index of E is an expert of another rank, which is skipped.
     """
-    ops, top_k, count = OPS[hidden.device.type], index.shape[-1], experts.num_experts
-    ids, order = torch.sort(index.reshape(-1))
-    # As transformers counts: `bincount` cannot be captured in a CUDA graph, and on CPU `histc` needs floats.
-    counts = torch.histc(ids.int() if ids.is_cuda else ids.float(), bins=count, min=0, max=count - 1)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    x = ops.quantize(hidden)
+    return FORWARDS[hidden.device.type](experts, hidden, index, shares)
+
+
+def forward_reference(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Compute `forward_fp8` with the operations of torch."""
+    top_k, count = index.shape[-1], experts.num_experts
+    ids, order = torch.sort(index.reshape(-1), stable=True)
+    ends = torch.bincount(ids, minlength=count + 1)[:count].cumsum(0)
+    x = quantize(hidden)
     tokens = order // top_k
     x = Quantized(x.values.view(torch.uint8)[tokens].view(FP8), x.scales[tokens])
-    gated = experts._apply_gate(ops.multiply_groups(x, experts.gate_up_proj, experts.gate_up_proj_scale, ends))
-    out = ops.multiply_groups(ops.quantize(gated), experts.down_proj, experts.down_proj_scale, ends)
-    # Rows of other ranks hold anything: zero times NaN is NaN.
-    out = torch.where((ids < count)[:, None], out * weights.reshape(-1)[order][:, None], 0.0)
+    gated = experts._apply_gate(multiply_groups(x, experts.gate_up_proj, experts.gate_up_proj_scale, ends))
+    out = multiply_groups(quantize(gated), experts.down_proj, experts.down_proj_scale, ends)
+    out = out * shares.reshape(-1)[order][:, None]
     unsorted = torch.empty_like(out)
     unsorted[order] = out
     return unsorted.view(*index.shape, -1).sum(1).to(hidden.dtype)
+
+
+# By type of device. `arealite.inference.cuda.experts` adds that of Triton kernels.
+FORWARDS: dict[str, Callable[..., torch.Tensor]] = {"cpu": forward_reference}
