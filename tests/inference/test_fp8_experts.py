@@ -197,7 +197,7 @@ def test_the_kernels_compute_what_the_reference_does(num_tokens, sizes, is_part)
     expected = forward_reference(experts, hidden, index, scores)
     error = (found - expected).float().norm() / expected.float().norm()
     # The interpreter rounds to FP8 differently.
-    assert error < (0.02 if GPU else 0.08), error
+    assert error < (0.02 if GPU else 0.15), error
 
 
 @pytest.mark.gpu
