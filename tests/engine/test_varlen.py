@@ -174,6 +174,29 @@ def test_compiled_layers_are_not_compiled_again_for_other_lengths(monkeypatch):
     assert counter.frame_count == 1 and chosen == {True, False}
 
 
+def test_gradients_are_added_in_a_fixed_order_if_results_must_repeat(monkeypatch):
+    """The kernel does so only where torch refuses other kernels, not where it warns of them."""
+    force(monkeypatch, False)
+    modes = []
+
+    def backward(*args, **options):
+        modes.append(torch.get_deterministic_debug_mode())
+        return flash_backward(*args, **options)
+
+    monkeypatch.setattr(varlen.aten, "_flash_attention_backward", backward)
+    heads = torch.randn(15, 2, 8, requires_grad=True)
+    kernel = varlen.Varlen.of_rows(torch.tensor([0, 5, 6, 15], dtype=torch.int32), LENGTHS, one_graph=False)
+    try:
+        for repeats in (False, True):
+            torch.use_deterministic_algorithms(repeats, warn_only=True)
+            kernel.attend(heads, heads, heads, None, None).sum().backward()
+            assert torch.get_deterministic_debug_mode() == int(repeats)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # 0: any order; 2: a fixed order or an error.
+    assert modes == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "alone"),
     [

@@ -206,6 +206,8 @@ def test_the_kernels_compute_what_the_reference_does(num_tokens, sizes, is_part)
 def test_the_engine_generates_with_experts_in_fp8_and_takes_updates(family):
     sizes = {"max_total_tokens": 1024, "block_size": 16, "max_running_requests": 8, "max_prefill_tokens": 64}
     old, new = mixture(family=family), mixture(1, family)
+    if not expert_blocks(old):
+        pytest.skip("this version of transformers does not say where the routers are")
     engine = Engine(ServerConfig(**sizes, weight_dtype="fp8"), model=copy.deepcopy(old).to(DEVICE)).start()
     try:
         for model, sleeps in ((old, False), (new, False), (new, True)):

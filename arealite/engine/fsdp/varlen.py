@@ -11,6 +11,7 @@ U computed tokens, K keys of all segments, D head size, s tokens of a padded seg
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -150,9 +151,11 @@ def packed_attention_backward(
         options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
         # Without dropout the state of the random numbers is not used.
         state, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
-        return aten._flash_attention_backward(
-            grad, query, key, value, out, sums, ends_q, ends_k, max_q, max_k, 0.0, window < 0, state, unused, **options
-        )
+        with _in_fixed_order():
+            return aten._flash_attention_backward(
+                grad, query, key, value, out, sums, ends_q, ends_k, max_q, max_k, 0.0, window < 0, state, unused,
+                **options,
+            )  # fmt: skip
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for span in _spans(alone):
         own, keys = slice(span.start_q, span.start_q + span.num_q), slice(span.start_k, span.start_k + span.num_k)
@@ -166,6 +169,20 @@ def packed_attention_backward(
         for target, row in zip(grads[1:], found[1:], strict=True):
             target[keys] = row[0].transpose(0, 1)[: span.num_k]
     return grads
+
+
+@contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Let the kernel add in a fixed order if results must repeat: where torch would only warn, it does not."""
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (only_warns and torch.are_deterministic_algorithms_enabled()):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @packed_attention_backward.register_fake

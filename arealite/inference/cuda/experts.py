@@ -33,7 +33,7 @@ def use_grouped_kernels(model: PreTrainedModel) -> None:
     for block in expert_blocks(model):
         experts = block.experts
         is_plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed
-        is_plain &= not (experts.has_bias or experts.has_post_expert_norm)
+        is_plain &= not (experts.has_bias or getattr(experts, "has_post_expert_norm", False))
         is_half = experts.down_proj.dtype in (torch.bfloat16, torch.float16)
         if is_plain and is_half and isinstance(experts.act_fn, type(ACT2FN["silu"])):
             # A config of its own: that of the model is used to load others too.

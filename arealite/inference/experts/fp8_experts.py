@@ -43,7 +43,7 @@ def expert_layers(model: PreTrainedModel) -> list[str]:
     found, names = [block.experts for block in expert_blocks(model)], {m: n for n, m in model.named_modules()}
     for experts in found:
         is_plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed
-        if not is_plain or experts.has_bias or experts.has_post_expert_norm:
+        if not is_plain or experts.has_bias or getattr(experts, "has_post_expert_norm", False):
             raise ConfigError(
                 "weight_dtype=fp8 serves experts with a gate and without biases (Qwen3-MoE, Mixtral, DeepSeek-V3), not "
                 f"those of {type(model).__name__}: use weight_dtype=auto"
