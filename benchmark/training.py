@@ -3,6 +3,7 @@
     python benchmark/training.py                  CPU: packed compared with padded
     python benchmark/training.py --device cuda    MFU of the 1.5B and 0.5B shapes through the whole engine, memory of
                                                   log-probs, one sequence of 32k tokens
+    … --part long                                 only the sequences of up to 32k tokens, with both kernels of attention
     … --part trl [--trl-python PYTHON]            one GRPO step compared with TRL's trainer on the same batch
 
 Sequence lengths are log-normal, like answers to GSM8K. Models have random weights: nothing is downloaded. PYTHON is an
@@ -201,7 +202,8 @@ def run_cuda(quick: bool) -> list[dict]:
 def bench_long(peak: float) -> list[dict]:
     """Train on long sequences, with attention by both kernels in one run."""
     rows = []
-    for kind, lengths in (("one sequence of 32k", [32768]), ("sequences of 14k, 9k, 6k, 4k", [14000, 9000, 6000, 3768])):
+    kinds = {"one sequence of 32k": [32768], "sequences of 14k, 9k, 6k, 4k": [14000, 9000, 6000, 3768]}
+    for kind, lengths in kinds.items():
         batch = fixed_batch(lengths, 151936)
         for recompute, alone in ((True, True), (False, True), (False, False)):
             varlen.MAX_ALONE = 16 if alone else 0
@@ -338,13 +340,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="compiled runs only")
-    parser.add_argument("--part", default="engine", choices=["engine", "trl"])
+    parser.add_argument("--part", default="engine", choices=["engine", "long", "trl"])
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has TRL")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.part == "trl":
         shapes = ("0.5B", "1.5B") if args.device == "cuda" else ("tiny",)
         rows = [row for s in shapes for row in bench_trl(s, args.device, args.trl_python)]
+    elif args.part == "long":
+        rows = bench_long(matmul_peak())
     else:
         rows = run_cuda(args.quick) if args.device == "cuda" else run_cpu()
     for row in rows:
