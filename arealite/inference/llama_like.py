@@ -25,7 +25,10 @@ def body_of(model: PreTrainedModel) -> Any:
 
 
 def is_llama_like(model: PreTrainedModel, with_experts: bool = False) -> bool:
-    """Whether a layer consists of RMSNorm, rotary embedding, attention and a SiLU gate, or experts if these may be."""
+    """Whether a layer consists of RMSNorm, rotary embedding, attention and a SiLU gate.
+
+    `with_experts`: experts may take the place of the gate.
+    """
     body = body_of(model)
     layers = getattr(body, "layers", None)
     known = LLAMA_LIKE + LLAMA_LIKE_MIXTURES if with_experts else LLAMA_LIKE

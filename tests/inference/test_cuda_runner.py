@@ -60,7 +60,7 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
     if GPU and family == "gpt-oss-sinks":
         pytest.skip("grouped products in float32 cannot be captured in a CUDA graph")
     if not fused:
-        monkeypatch.setattr("arealite.inference.cuda.runner.is_llama_like", lambda *_, **__: False)
+        monkeypatch.setattr("arealite.inference.cuda.fused_model.is_llama_like", lambda *_, **__: False)
     model = make_model(family)
     engine = make_engine(model)
     asked = prompts(8 // SCALE + 1)

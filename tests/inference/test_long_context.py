@@ -128,7 +128,7 @@ def test_greedy_equals_generate_in_long_contexts(family, make_engine, monkeypatc
 @pytest.mark.parametrize("fused", [True, False])
 def test_cache_in_fp8_changes_logprobs_little(fused, make_engine, monkeypatch):  # noqa: F811
     if not fused:
-        monkeypatch.setattr("arealite.inference.cuda.runner.is_llama_like", lambda *_, **__: False)
+        monkeypatch.setattr("arealite.inference.cuda.fused_model.is_llama_like", lambda *_, **__: False)
     model = make_model()
     # The engine's own check compares with the model's float32 keys.
     monkeypatch.setattr("arealite.inference.engine.check_trial", lambda *args: None)

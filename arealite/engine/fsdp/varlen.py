@@ -173,7 +173,10 @@ def packed_attention_backward(
 
 @contextmanager
 def _in_fixed_order() -> Iterator[None]:
-    """Let the kernel add in a fixed order if results must repeat: where torch would only warn, it does not."""
+    """Let the kernel add in a fixed order if results must repeat.
+
+    It does so where torch refuses other kernels, not where torch warns of them.
+    """
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if not (only_warns and torch.are_deterministic_algorithms_enabled()):
         yield

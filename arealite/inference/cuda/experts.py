@@ -29,7 +29,7 @@ IMPLEMENTATION = "arealite_grouped"
 
 
 def use_grouped_kernels(model: PreTrainedModel) -> None:
-    """Let the layers with experts call `forward_grouped`, where their experts are of the kind that it computes."""
+    """Let layers with experts call `forward_grouped`, if it computes experts of their kind."""
     for block in expert_blocks(model):
         experts = block.experts
         is_plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed
@@ -91,7 +91,10 @@ def _tiles(num_pairs: int, num_experts: int, weight: torch.Tensor) -> tuple[int,
 
 
 def _operands(experts: Any, name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tokens and weights of a product with their scales, which are not read unless both are in FP8."""
+    """Return tokens and weights of a product with their scales.
+
+    Scales are read only if both are in FP8.
+    """
     weight = getattr(experts, name)
     if weight.dtype != FP8:
         return x, x, weight, weight

@@ -18,9 +18,16 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from arealite.inference.cuda import ops as cuda_ops
+from arealite.inference.cuda.experts import use_grouped_kernels
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.fp8 import Fp8Linear
-from arealite.inference.llama_like import attention_window, body_of
+from arealite.inference.llama_like import attention_window, body_of, is_llama_like
+
+
+def make_decoder(model: PreTrainedModel, max_len: int) -> FusedDecoder | PlainDecoder:
+    """Return the fastest forward pass for this model."""
+    use_grouped_kernels(model)
+    return FusedDecoder(model, max_len) if is_llama_like(model, with_experts=True) else PlainDecoder(model)
 
 
 class FusedDecoder:

@@ -1,4 +1,4 @@
-"""Triton kernels of mixtures of experts: tokens grouped by expert, and products of each group with its expert.
+"""Triton kernels of mixtures of experts: tokens grouped by expert, products of each group.
 
 They round where the functions of transformers do, so that engine and trainer compute the same up to the order of sums.
 
@@ -16,9 +16,10 @@ from arealite.inference.cuda.kernels import times
 
 @triton.jit
 def group_pairs_kernel(index_ptr, order_ptr, ends_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Sort pairs by expert: `order` [S] gets the pairs of expert 0, then 1, …, whose last ones end at `ends` [E].
+    """Sort pairs by expert.
 
-    One program per expert. Pairs of an index of E or more (experts of other ranks) are left out.
+    `order` [S] gets the pairs of expert 0, then 1, …, whose last ones end at `ends` [E]. One program per expert.
+    Pairs of an index of E or more (experts of other ranks) are left out.
     """
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -58,7 +59,10 @@ def find_tile(ends_ptr, tile, num_experts, EXPERTS: tl.constexpr, BM: tl.constex
 
 @triton.jit
 def product(a, b, WIDEN: tl.constexpr):
-    """A product with sums in float32. Triton's interpreter can multiply neither bfloat16 nor FP8: it needs WIDEN."""
+    """A product with sums in float32.
+
+    Triton's interpreter can multiply neither bfloat16 nor FP8: it needs WIDEN.
+    """
     return tl.dot(a.to(tl.float32), b.to(tl.float32)) if WIDEN else tl.dot(a, b)
 
 
@@ -69,10 +73,10 @@ def gated_experts_kernel(
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = silu(gate) * up of the s-th sorted pair, [S, inner_size]. Grid (tiles of pairs, tiles of inner_size).
+    """out[s] = silu(gate) * up of the s-th sorted pair, [S, inner_size].
 
-    `x` [T, size]; `weight` [E, 2 · inner_size, size] has gate, then up. With SCALED both are in FP8, with scales [T]
-    and [E, 2 · inner_size].
+    Grid (tiles of pairs, tiles of inner_size). `x` [T, size]; `weight` [E, 2 · inner_size, size] has gate, then up.
+    With SCALED both are in FP8, with scales [T] and [E, 2 · inner_size].
     """
     expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_experts, EXPERTS, BM)
     if expert < num_experts:
@@ -110,10 +114,10 @@ def down_experts_kernel(
     SCALED: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[s] @ weight[expert].T * share[pair] for the s-th sorted pair. Grid (tiles of pairs, tiles of size).
+    """out[pair] = x[s] @ weight[expert].T * share[pair] for the s-th sorted pair.
 
-    `x` [S, inner_size] is sorted, `share` [S] and `out` [S, size] are not. With SCALED `x` and `weight` are in FP8,
-    with scales [S] and [E, size].
+    Grid (tiles of pairs, tiles of size). `x` [S, inner_size] is sorted, `share` [S] and `out` [S, size] are not.
+    With SCALED `x` and `weight` are in FP8, with scales [S] and [E, size].
     """
     expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_experts, EXPERTS, BM)
     if expert < num_experts:

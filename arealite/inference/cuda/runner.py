@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.cache import DeviceCache
-from arealite.inference.cuda.experts import use_grouped_kernels
 from arealite.inference.cuda.extras import SamplingExtras
-from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
+from arealite.inference.cuda.fused_model import make_decoder
 from arealite.inference.cuda.graphs import GraphSet, decode_sizes, prefill_sizes
 from arealite.inference.cuda.images import ImagePrefill
 from arealite.inference.cuda.ops import DeviceBatch
@@ -32,7 +31,6 @@ from arealite.inference.cuda.results import likeliest, read_result, to_host
 from arealite.inference.cuda.runs import SHORT_CONTEXT, choose_tuning, is_faster_in_runs, plan_runs
 from arealite.inference.cuda.verify import DraftVerifier
 from arealite.inference.fp8 import stage_pairs
-from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape, choose_cache_dtype
 from arealite.inference.routing import RoutingRecord
 from arealite.inference.runner import Runner, Step, cache_bytes, count_blocks
@@ -56,9 +54,7 @@ class CudaRunner(Runner):
         self.on_gpu = self.device.type == "cuda"  # Triton's interpreter runs the same code on the CPU
         self.block_size = config.block_size
         max_len = shape.context_length
-        use_grouped_kernels(model)
-        is_fused = is_llama_like(model, with_experts=True)
-        self.decoder = FusedDecoder(model, max_len) if is_fused else PlainDecoder(model)
+        self.decoder = make_decoder(model, max_len)
         self.images: ImagePrefill | None = None
         if is_served(model.config):
             check_served(model.config, config, self.device)
