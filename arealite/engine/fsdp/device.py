@@ -31,4 +31,4 @@ def repeat_results() -> None:
     # A kernel that cannot is named in a warning; a replay shows whether it matters.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # It would overwrite all new memory; no code here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
