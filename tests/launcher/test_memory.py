@@ -19,6 +19,13 @@ SHAPES = {
 }
 
 
+SCRIPT = """from arealite.api.cli_args import {0}
+from arealite.utils.config import load_config
+
+load_config(argv, {0})
+"""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders with the config.json of each shape, without weights."""
@@ -35,9 +42,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def show(tmp_path, models, capsys):
     script = tmp_path / "train.py"
-    script.write_text(
-        "from arealite.api.cli_args import GRPOConfig\nfrom arealite.utils.config import load_config\nload_config(argv, GRPOConfig)\n"
-    )
+    script.write_text(SCRIPT.format("GRPOConfig"))
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "1+1", "answer": "2"}\n')
 
@@ -161,9 +166,7 @@ def test_adapters_have_a_line_and_the_optimizer(show, models):
 def test_a_reward_model_has_no_vocabulary_head(show, models, tmp_path):
     script, sizes = tmp_path / "train.py", {}
     for name in ("SFTConfig", "RWConfig"):
-        script.write_text(
-            f"from arealite.api.cli_args import {name}\nfrom arealite.utils.config import load_config\nload_config(argv, {name})\n"
-        )
+        script.write_text(SCRIPT.format(name))
         settings = [f"model.path={models / '7B'}", "cluster.gpu_memory_gib=139.8", "cluster.n_gpus_per_node=1"]
         data = f"train_dataset.path={tmp_path / 'rows.jsonl'}"
         assert plan.main([str(script), "allocation_mode=d1", data, "experiment_name=e", "trial_name=t", *settings]) == 0
