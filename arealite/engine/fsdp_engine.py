@@ -127,9 +127,8 @@ class FSDPEngine(TrainEngine):
 
     @property
     def _compiles(self) -> bool:
-        return (
-            self.config.compile and self.device == "cuda" and self.optimizer is not None
-        )  # on CPU graphs fit one batch
+        # On CPU a graph fits one batch only.
+        return self.config.compile and self.device == "cuda" and self.optimizer is not None
 
     def warm_up(self) -> None:
         if self._compiles:
