@@ -132,15 +132,24 @@ class PromptMaker:
         if self.config.max_length is None or self.tokenizer is None:
             return 0
         if "prompt" in row:
-            return len(self.tokenizer.encode(row["prompt"]))
+            return self._count_text(row["prompt"], 0)
         *before, last = row["messages"]
         if not isinstance(last.get("content"), str) or len(before) > len(self._turns) + bool(self.config.system_prompt):
             return self._count_chat(row["messages"])
         # Rendering takes a hundred times as long as counting: only where it may decide.
         if self._num_around is None:
             self._num_around = self._count_chat([*before, {**last, "content": ""}])
-        about = self._num_around + len(self.tokenizer.encode(last["content"], add_special_tokens=False))
+        about = self._num_around + self._count_text(last["content"], self._num_around, add_special_tokens=False)
         return about if abs(about - self.config.max_length) > _MARGIN else self._count_chat(row["messages"])
+
+    def _count_text(self, text: str, num_around: int, **options: bool) -> int:
+        """Return the tokens of a text, or an upper bound if it certainly fits: most do, and encoding takes longest."""
+        assert self.config.max_length is not None and self.tokenizer is not None
+        # Each token has at least one character, besides special ones. Normalization lengthens no ASCII.
+        most = len(text) + _MARGIN
+        if text.isascii() and num_around + most + _MARGIN < self.config.max_length:
+            return most
+        return len(self.tokenizer.encode(text, **options))
 
     def _count_chat(self, messages: Messages) -> int:
         assert self.tokenizer is not None

@@ -41,6 +41,7 @@ from arealite.engine.fsdp.trial import can_run_first_layers, first_layers, trial
 from arealite.engine.pipeline.model import PipelinedModel
 from arealite.engine.pipeline.passes import PipelinePasses
 from arealite.utils import distributed
+from arealite.utils.imports.compiler_imports import import_compiler
 from arealite.utils.process import before_engine
 from arealite.utils.startup import do_while_servers_start, startup_phase
 from arealite.weights.sync import make_transport
@@ -85,13 +86,14 @@ class FSDPEngine(TrainEngine):
     @startup_phase("load", "loading the model")
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         config = self.config
+        if config.compile:
+            import_compiler()
         distributed.init_process_group(self.device, config.collective_timeout_s)
         full = self._load(config) if distributed.rank() == 0 else None
         one_type = config.dtype == config.param_dtype
         if distributed.world_size() == 1 and one_type and not config.cpu_offload:
             # One rank has nothing to shard, and one dtype needs no casts: FSDP would only copy.
             assert full is not None
-            compile_layers(full, config, self.device)
             self._flops = FlopCounter(full)
             self.module = PackedModel(full, config).to(self.device)
         else:
@@ -100,6 +102,8 @@ class FSDPEngine(TrainEngine):
         self._passes = PipelinePasses(module) if isinstance(module, PipelinedModel) else WholePasses(module)
         if isinstance(module, PackedModel) and self.parallel.instance_size == 1 and not self.scalar_head:
             check_logprobs(module, self.device)
+        if self.pipeline is None:
+            compile_layers(self.model, config, self.device)
         self.shares_prefix = config.share_prefix and can_share_prefix(self.model, module.ring)
         self._peak_flops = peak_flops(self.device)
         if config.optimizer is not None:
@@ -161,9 +165,9 @@ class FSDPEngine(TrainEngine):
         partial = apply_tensor_parallel(empty, self.layout) if self.parallel.tensor > 1 else []
         if self.layout.experts is not None:
             apply_expert_parallel(empty, self.layout)
-        compile_layers(empty, self.config, self.device)
         self._flops = FlopCounter(empty)
         if self.parallel.pipeline > 1:
+            compile_layers(empty, self.config, self.device)
             self.module = self.pipeline = PipelinedModel(empty, self.config, self.layout)
             self.pipeline.fill(full)
         else:

@@ -28,6 +28,7 @@ from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import Layout, local, slice_of
 from arealite.utils import distributed
 from arealite.utils.decoders import language_model
+from arealite.utils.imports.compiler_imports import import_compiler
 from arealite.utils.routing import expert_blocks
 
 
@@ -44,6 +45,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def compile_layers(model: PreTrainedModel, config: TrainEngineConfig, device: str) -> None:
     """Compile the layers, if this is configured, when they are first called."""
     if config.compile and (device, config.dtype) != ("cuda", "float32"):  # padded attention
+        import_compiler().join()
         # One graph for all layers: symbolic floats (epsilons, scales) would compile the second layer again.
         torch._dynamo.config.specialize_float = True
         for layer in decoder_layers(model):
