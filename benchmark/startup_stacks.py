@@ -1,7 +1,7 @@
 """Where a trainer rank is, function by function, from the start of its process to its first update. Prints a tree.
 
-    python benchmark/startup_stacks.py [--starts 2] [--min-s 0.1] -- --config examples/arealite/configs/gsm8k_grpo.yaml \\
-        actor.path=FOLDER total_train_steps=1 …
+    python benchmark/startup_stacks.py [--starts 2] [--min-s 0.1] -- \\
+        --config examples/arealite/configs/gsm8k_grpo.yaml actor.path=FOLDER total_train_steps=1 …
 
 Starts `gsm8k_grpo.py` with the local launcher and the given arguments, and samples the stack of rank 0's main thread
 every few milliseconds. A function whose time lies almost entirely in one call is left out. The trial name of each start
@@ -11,6 +11,7 @@ gets a number, so that no start recovers another one.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -97,9 +98,7 @@ def run_script(path: Path, min_s: float) -> None:
     sampler = Sampler()
     sampler.start()
     sys.path.insert(0, str(ROOT / "examples" / "arealite"))
-    import gsm8k_grpo
-    from arealite.trainer import run
-
+    script, run = (importlib.import_module(name) for name in ("gsm8k_grpo", "arealite.trainer.run"))
     take = run.take_startup_stats
 
     def take_and_write(*args):
@@ -110,7 +109,7 @@ def run_script(path: Path, min_s: float) -> None:
         return found
 
     run.take_startup_stats = take_and_write
-    gsm8k_grpo.run_main(gsm8k_grpo.main)
+    script.run_main(script.main)
 
 
 def main() -> None:

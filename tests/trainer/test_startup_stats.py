@@ -10,8 +10,8 @@ from arealite.utils.startup import Phase
 
 def test_time_between_phases_is_named_by_the_phase_after_it(monkeypatch, capfd):
     phases = [
-        Phase("launch", 100.0, 0.5), Phase("imports", 100.5, 4.0), Phase("load", 106.0, 2.0), Phase("servers", 108.0, 1.0),
-        Phase("trial", 110.0, 3.0),
+        Phase("launch", 100.0, 0.5), Phase("imports", 100.5, 4.0), Phase("load", 106.0, 2.0),
+        Phase("servers", 108.0, 1.0), Phase("trial", 110.0, 3.0),
     ]  # fmt: skip
     monkeypatch.setattr(startup, "take_startup_phases", lambda: phases)
     monkeypatch.setattr(startup.time, "time", lambda: 116.0)
