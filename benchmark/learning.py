@@ -141,17 +141,19 @@ def write_table(run: Path, sets: dict[str, Path], stats: list[dict[str, float]],
         rest = [f"{x[key]:.1%}" for key in ("boxed", "accuracy_of_boxed") for x in (old, new)]
         lines.append(f"| {name} | {len(before)} | {' | '.join(spans)} | {' | '.join(rest)} |")
     steady = [row for row in stats if row["step"] >= 3 and "num_seqs" in row]
-    tokens = sum(row["num_seqs"] * row["seq_len"] for row in steady)
-    seconds = sum(row["time/step"] for row in steady)
-    parts = {key: fmean(row[f"time/{key}"] for row in steady) for key in ("step", "rollout", "update", "weights")}
-    lines += [
-        "",
-        f"Trained tokens per second after the third step: {tokens / seconds:,.0f}. Seconds of a step: "
-        + ", ".join(f"{key} {value:.2f}" for key, value in parts.items())
-        + ".",
-    ]
+    if steady:
+        lines += ["", describe_speed(steady)]
     (out / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def describe_speed(steps: list[dict[str, float]]) -> str:
+    tokens = sum(row["num_seqs"] * row["seq_len"] for row in steps)
+    parts = {key: fmean(row[f"time/{key}"] for row in steps) for key in ("step", "rollout", "update", "weights")}
+    return (
+        f"Trained tokens per second after the third step: {tokens / sum(row['time/step'] for row in steps):,.0f}. "
+        "Seconds of a step: " + ", ".join(f"{key} {value:.2f}" for key, value in parts.items()) + "."
+    )
 
 
 def draw(stats: list[dict[str, float]], sets: dict[str, Path], path: Path) -> None:

@@ -1,12 +1,13 @@
 """Fine-tunes a small model on worked solutions, then trains it by GRPO: what does each stage add?
 
     python benchmark/sft_then_grpo.py --model FOLDER --gsm8k FOLDER --mawps FOLDER --out FOLDER [--steps 120]
-        [KEY=VALUE ...]
+        [--samples 8] [--sft KEY=VALUE]… [KEY=VALUE ...]
 
 Stage 1 is `gsm8k_sft.py` with its configuration on GSM8K's `train.jsonl`. Stage 2 is `learning.py`, GRPO on easier
 questions, which a model of 135M parameters can solve at times: `mawps_multiarith.jsonl` and `mawps_singleop.jsonl`.
 Held out are GSM8K's `test.jsonl`, and the questions of `mawps_addsub.jsonl` and `mawps_singleeq.jsonl` that are not
-trained on, nor nearly the same as one that is. `KEY=VALUE` changes the configuration of stage 2.
+trained on, nor nearly the same as one that is. `--sft` changes the configuration of stage 1, `KEY=VALUE` that of
+stage 2.
 """
 
 import argparse
@@ -61,12 +62,12 @@ def write_data(gsm8k: Path, mawps: Path, folder: Path) -> None:
     print(f"{len(trained)} questions to train on, {len(held_out)} of MAWPS held out")
 
 
-def fine_tune(model: Path, train: Path, runs: Path) -> Path:
+def fine_tune(model: Path, train: Path, runs: Path, overrides: list[str]) -> Path:
     """Run the example of supervised training; return its last checkpoint."""
     command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / "gsm8k_sft.py")]
     command += ["--config", str(EXAMPLES / "configs" / "gsm8k_sft.yaml"), "allocation_mode=d1", "saver.freq_epochs=8"]
     command += [f"model.path={model}", f"train_dataset.path={train}", f"cluster.fileroot={runs}"]
-    subprocess.run([*command, "experiment_name=sft-then-grpo-sft"], check=True, cwd=ROOT)
+    subprocess.run([*command, "experiment_name=sft-then-grpo-sft", *overrides], check=True, cwd=ROOT)
     return max((runs / "sft-then-grpo-sft" / "trial0" / "checkpoints").glob("step*"))
 
 
@@ -75,14 +76,16 @@ def main() -> None:
     for name in ("model", "gsm8k", "mawps", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--samples", type=int, default=8, help="answers per question for pass@k; 0: none")
+    parser.add_argument("--sft", action="append", default=[], metavar="KEY=VALUE", help="configuration of stage 1")
     parser.add_argument("overrides", nargs="*", help="further configuration of GRPO")
     args = parser.parse_args()
     out, runs = args.out.resolve(), args.out.resolve() / "runs"
     write_data(args.gsm8k, args.mawps, out / "data")
-    tuned = fine_tune(args.model.resolve(), (args.gsm8k / "train.jsonl").resolve(), runs)
+    tuned = fine_tune(args.model.resolve(), (args.gsm8k / "train.jsonl").resolve(), runs, args.sft)
     command = [sys.executable, str(ROOT / "benchmark" / "learning.py"), "--model", str(tuned), "--data"]
     command += [str(out / "data"), "--out", str(out / "grpo"), "--runs", str(runs), "--steps", str(args.steps)]
-    command += ["--eval-every", str(args.steps // 2), "--samples", "8", "saver.freq_epochs=null"]
+    command += ["--eval-every", str(args.steps // 2), "--samples", str(args.samples), "saver.freq_epochs=null"]
     subprocess.run([*command, f"saver.freq_steps={args.steps}", *SMALL, *args.overrides], check=True)
 
 

@@ -143,7 +143,10 @@ class PromptMaker:
         return about if abs(about - self.config.max_length) > _MARGIN else self._count_chat(row["messages"])
 
     def _count_text(self, text: str, num_around: int, **options: bool) -> int:
-        """Return the tokens of a text, or an upper bound if it certainly fits: most do, and encoding takes longest."""
+        """Return the number of tokens of a text, or an upper bound if the text certainly fits.
+
+        Encoding every prompt takes a second or two for a dataset like GSM8K.
+        """
         assert self.config.max_length is not None and self.tokenizer is not None
         # Each token has at least one character, besides special ones. Normalization lengthens no ASCII.
         most = len(text) + _MARGIN

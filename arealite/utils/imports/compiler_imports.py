@@ -13,7 +13,7 @@ _MODULES = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.c
 
 @functools.cache
 def import_compiler() -> threading.Thread:
-    """Start the import, at the first call. Returns its thread, which the caller joins before it compiles."""
+    """Start the import at the first call; return its thread, which the caller joins before it compiles."""
     thread = threading.Thread(target=_import, name="compiler-imports")
     thread.start()
     return thread
