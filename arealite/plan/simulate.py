@@ -29,6 +29,7 @@ from arealite.plan.shared_cores import SharedCores
 from arealite.plan.simulated_engine import SimulatedEngine
 from arealite.plan.virtual_time import VirtualLoop
 from arealite.plan.workload import TOKENS, Rows, SimulatedWorkflow, Workload
+from arealite.utils.activity import activity
 
 # Answers that a simulation generates, unless its number of steps is given.
 _MAX_ANSWERS = 150_000
@@ -258,11 +259,12 @@ def _shares(counts: Counter[int]) -> dict[int, float]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Switch off the garbage collector, which would search all episodes often, and the executor's log."""
+    """Switch off the garbage collector, which would search all episodes often, and what the executor says."""
     log = logging.getLogger("arealite.executor")
-    level = log.level
-    # Its warnings are for the owner of a real run.
+    level, interval_s = log.level, activity.interval_s
+    # Its warnings, and lines that name what it waits for, are for the owner of a real run.
     log.setLevel(logging.CRITICAL)
+    activity.interval_s = None
     was_on, threads = gc.isenabled(), torch.get_num_threads()
     gc.disable()
     # Tensors are tiny here.
@@ -271,6 +273,7 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+        activity.interval_s = interval_s
         torch.set_num_threads(threads)
         if was_on:
             gc.enable()

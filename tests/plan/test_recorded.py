@@ -19,6 +19,7 @@ from arealite.plan.match import own_setup
 from arealite.plan.recorded import read_run
 from arealite.plan.recorded_episodes import SampleTokens, make_shapes
 from arealite.plan.simulate import simulate
+from arealite.utils.activity import activity
 
 DATA = Path(__file__).parent / "data"
 
@@ -59,6 +60,16 @@ def test_a_run_simulated_at_its_own_settings_takes_its_own_time(tmp_path, monkey
     assert found.mean("tokens") == pytest.approx(trained, rel=0.2)
 
 
+@pytest.fixture
+def activity_lines(monkeypatch):
+    """A thread that prints what the process waits for, as often as it can: an engine of a run starts it."""
+    monkeypatch.setattr(activity, "interval_s", 0.001)
+    activity.watch()
+    yield
+    activity.close()
+
+
+@pytest.mark.usefixtures("activity_lines")
 def test_the_run_s_own_limits_are_the_default_of_a_prediction(tmp_path, capsys):
     write_run(tmp_path, "synchronous")
     command.main(["--from", str(tmp_path), "--steps", "4", "--json"])
