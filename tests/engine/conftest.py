@@ -33,14 +33,15 @@ def noisy_model_dirs(tmp_path_factory):
     return {kind: make_model(root / kind, kind) for kind in NOISY_MODELS}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_ranks():
+    """Two ranks for all tests: in new ones, the first step of DTensor takes a second."""
     ranks = Ranks(2)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks():
     ranks = Ranks(4)
     yield ranks
