@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import threading
@@ -29,6 +28,7 @@ from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
+from tests.source_trees import tree_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -48,7 +48,7 @@ BATCH, WEIGHTS = steps_of("A batch"), steps_of("A weight update")
 
 @pytest.mark.parametrize(("file", "name"), sorted({*BATCH, *WEIGHTS}))
 def test_every_step_is_defined_where_the_page_says(file, name):
-    body: Any = ast.parse((ROOT / file).read_text())
+    body: Any = tree_of(ROOT / file)
     for part in name.split("."):
         found = [node for node in body.body if getattr(node, "name", None) == part]
         assert found, f"{file} does not define {name}"

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.source_trees import nodes_of, tree_of
+
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "arealite"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -58,19 +60,15 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@functools.cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
 def functions_of(file: Path) -> list[Function]:
-    return [node for node in ast.walk(tree_of(file)) if isinstance(node, Function)]
+    return [node for node in nodes_of(file) if isinstance(node, Function)]
 
 
+@functools.cache
 def imports_of(file: Path) -> set[str]:
     """Return the dotted names of the package that a file imports, at run time or for type checkers."""
     found = set()
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -150,7 +148,7 @@ def test_folders_are_small():
 def test_docstrings_start_with_one_short_sentence():
     bad = []
     for file in FILES:
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | Function) else None
             first = docstring.splitlines()[0] if docstring else "."
             if len(first) > MAX_FIRST_LINE or not first.endswith((".", ":", "?")):

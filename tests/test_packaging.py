@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import arealite
+from tests.source_trees import nodes_of
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,7 +42,7 @@ def third_party_imports() -> dict[str, Path]:
     """Top-level modules that the package imports, each with one file that does."""
     found = {}
     for file in (ROOT / "arealite").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]

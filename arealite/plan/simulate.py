@@ -259,7 +259,7 @@ def _shares(counts: Counter[int]) -> dict[int, float]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Switch off the garbage collector, which would search all episodes often, and messages of the executor."""
+    """Switch off messages of the executor, and the garbage collector, which would search all episodes."""
     log = logging.getLogger("arealite.executor")
     level, interval_s = log.level, activity.interval_s
     # Its warnings, and lines that name what it waits for, are for the owner of a real run.

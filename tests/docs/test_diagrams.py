@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from scripts.diagrams import FOLDER, mark
+from tests.source_trees import nodes_of
 from tests.test_import_rules import FILES, MAY_IMPORT, ROOT, imports_of
 
 LAYERS = Path("AReaLite_architecture.puml"), Path("AReaLite_architecture.zh.puml")
@@ -64,7 +65,7 @@ def real_imports() -> dict[str, set[str]]:
 
 
 def definitions(files: list[Path]) -> set[str]:
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    nodes = [node for file in files for node in nodes_of(file)]
     return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
