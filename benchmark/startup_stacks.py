@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE_ENV, MIN_ENV = "STACKS_FILE", "STACKS_MIN_S"
@@ -98,7 +99,8 @@ def run_script(path: Path, min_s: float) -> None:
     sampler = Sampler()
     sampler.start()
     sys.path.insert(0, str(ROOT / "examples" / "arealite"))
-    script, run = (importlib.import_module(name) for name in ("gsm8k_grpo", "arealite.trainer.run"))
+    script: Any = importlib.import_module("gsm8k_grpo")
+    run: Any = importlib.import_module("arealite.trainer.run")
     take = run.take_startup_stats
 
     def take_and_write(*args):

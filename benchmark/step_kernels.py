@@ -61,16 +61,15 @@ def busy_ns(intervals: Iterable[Interval]) -> int:
 
 def summarize(phases: list[Interval], kernels: list[Interval], num_steps: int) -> dict[str, Any]:
     """Return milliseconds of a step: by phase and kind of kernel, and of the longest kernels."""
-    table: dict[str, dict[str, float]] = {}
+    table: dict[str, Counter[str]] = {}
     for phase in phases:
         inside = [k for k in kernels if phase.begin_ns <= k.begin_ns < phase.end_ns]
-        row = Counter(table.get(phase.name, {}))
+        row = table.setdefault(phase.name, Counter())
         row["time"] += phase.end_ns - phase.begin_ns
         busy = busy_ns(inside)
         row["GPU waits"] += phase.end_ns - phase.begin_ns - busy
         for kernel in inside:
             row[kind_of(kernel.name)] += kernel.end_ns - kernel.begin_ns
-        table[phase.name] = row
     longest: Counter[str] = Counter()
     for kernel in kernels:
         longest[kernel.name[:90]] += kernel.end_ns - kernel.begin_ns
@@ -85,7 +84,8 @@ def summarize(phases: list[Interval], kernels: list[Interval], num_steps: int) -
 def run_script(path: Path, first: int, num_steps: int) -> None:
     """As a trainer rank: run the example, profile the steps from `first` on, and write their summary."""
     sys.path.insert(0, str(ROOT / "examples" / "arealite"))
-    script, run = (importlib.import_module(name) for name in ("gsm8k_grpo", "arealite.trainer.run"))
+    script: Any = importlib.import_module("gsm8k_grpo")
+    run: Any = importlib.import_module("arealite.trainer.run")
     torch: Any = importlib.import_module("torch")
     kind = "CUDA" if torch.cuda.is_available() else "CPU"
     profiler = torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)])

@@ -132,7 +132,7 @@ class PromptMaker:
         if self.config.max_length is None or self.tokenizer is None:
             return 0
         if "prompt" in row:
-            return self._count_text(row["prompt"], 0)
+            return self._count_text(row["prompt"], 0, add_special_tokens=True)
         *before, last = row["messages"]
         if not isinstance(last.get("content"), str) or len(before) > len(self._turns) + bool(self.config.system_prompt):
             return self._count_chat(row["messages"])
@@ -142,7 +142,7 @@ class PromptMaker:
         about = self._num_around + self._count_text(last["content"], self._num_around, add_special_tokens=False)
         return about if abs(about - self.config.max_length) > _MARGIN else self._count_chat(row["messages"])
 
-    def _count_text(self, text: str, num_around: int, **options: bool) -> int:
+    def _count_text(self, text: str, num_around: int, add_special_tokens: bool) -> int:
         """Return the number of tokens of a text, or an upper bound if the text certainly fits.
 
         Encoding every prompt takes a second or two for a dataset like GSM8K.
@@ -152,7 +152,7 @@ class PromptMaker:
         most = len(text) + _MARGIN
         if text.isascii() and num_around + most + _MARGIN < self.config.max_length:
             return most
-        return len(self.tokenizer.encode(text, **options))
+        return len(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _count_chat(self, messages: Messages) -> int:
         assert self.tokenizer is not None
