@@ -29,8 +29,8 @@ EXAMPLE = REPOSITORY / "examples/arealite"
 KEPT = (
     "step", "time", "reward", "answer_len", "truncated_share", "zero_advantage_share", "entropy", "prox_kl",
     "behav_kl/k3", "ratio/max", "clip_share", "grad_norm", "lr", "staleness", "staleness/max", "skipped_minibatches",
-    "alarms", "tokens_per_s", "mfu", "idle/trainer", "idle/server", "time/step", "time/rollout", "time/update",
-    "time/weights", "time/save", "time/evaluate", "num_seqs", "seq_len",
+    "alarms", "tokens_per_s", "mfu", "idle/trainer", "idle/server", "time/step", "time/rollout", "time/logp",
+    "time/update", "time/weights", "time/save", "time/evaluate", "num_seqs", "seq_len",
 )  # fmt: skip
 
 

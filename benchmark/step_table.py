@@ -71,7 +71,9 @@ def measure(path: Path, skip: int) -> dict[str, float]:
 
     names = {key.removeprefix("time/") for row in steps for key in row if key.startswith("time/")}
     names = {name for name in names if not name.startswith("startup") and name != "step"}
-    found = {name: 1000 * (mean(f"time/{name}") or 0.0) for name in [*PHASES, *sorted(names - PHASES.keys())]}
+    # A phase that a file does not have is part of `other`, not 0.
+    order = [*(name for name in PHASES if name in names), *sorted(names - PHASES.keys())]
+    found = {name: 1000 * (mean(f"time/{name}") or 0.0) for name in order}
     found["step"] = 1000 * (mean("time/step") or 0.0)
     found["other"] = found["step"] - sum(took for name, took in found.items() if name != "step")
     minibatches, tokens, speed = count_minibatches(path), mean("num_tokens"), mean("train_tokens_per_s")
