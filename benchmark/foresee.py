@@ -3,21 +3,26 @@
     python benchmark/foresee.py --section what_if [--steps 14] [--case lognormal] [--work FOLDER]
     python benchmark/foresee.py --section plan [the same]
     python benchmark/foresee.py --section what_if --section plan --model FOLDER --data FOLDER --work FOLDER
+    python benchmark/foresee.py --section what_if --section plan --from FOLDER
     python benchmark/foresee.py --section simulated [--only published] [--steps 30] [--work FOLDER]
 
 `what_if` and `plan` run the task of `async_task.py` at η = 0, 1 and 4 with an embedded server on this machine; with
 `--model` and `--data` (a folder with GSM8K's train.jsonl) the example gsm8k_grpo.py, on the GPU if there is one. From
 each of the three runs, `arealite report --what-if` (seconds per step and mean age of samples) and `arealite plan
 --from` (seconds per step) predict all of them. Runs that are complete in `--work` are not run again, so `--eta 1` and
-so on divide the work. `simulated` compares `arealite plan` with published ratios, with runs on this machine, and times
-a large simulation. Every result is printed as soon as it is known.
+so on divide the work. `--keep FOLDER` copies what the runs recorded there, without weights and logs (about 1 MB a
+run); `--from FOLDER` predicts from such a folder, without a run. `simulated` compares `arealite plan` with published
+ratios, with runs on this machine, and times a large simulation. Every result is printed as soon as it is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -90,8 +95,32 @@ def measured_age(asked: WhatIf) -> float:
 
 
 def all_runs(options: argparse.Namespace, work: Path) -> dict[int, RunDir]:
+    if options.recorded is not None:
+        return {eta: recorded_run(options.recorded, eta) for eta in options.eta or ETAS}
     command = command_of(options, work)
-    return {eta: run(options, eta, command, work) for eta in options.eta or ETAS}
+    runs = {eta: run(options, eta, command, work) for eta in options.eta or ETAS}
+    for run_dir in runs.values() if options.keep else ():
+        keep(run_dir, options.keep / run_dir.path.name)
+    return runs
+
+
+def recorded_run(folder: Path, eta: int) -> RunDir:
+    """Return the run at an η that `--keep` has copied."""
+    found = sorted(folder.glob(f"*-{eta}/run.sqlite"))
+    if len(found) != 1:
+        raise SystemExit(f"{folder} has {len(found)} folders NAME-{eta} with a run.sqlite: --keep writes one")
+    return RunDir(found[0].parent)
+
+
+def keep(run_dir: RunDir, folder: Path) -> None:
+    """Copy what predictions need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (run_dir.config_path, run_dir.stats_path):
+        shutil.copy(path, folder)
+    # With what the last transaction left in the log of the database.
+    target = sqlite3.connect(folder / run_dir.db_path.name)
+    with contextlib.closing(sqlite3.connect(run_dir.db_path)) as source, contextlib.closing(target):
+        source.backup(target)
 
 
 def what_if(options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -148,6 +177,8 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=list(foresee_simulated.PARTS), help="parts of simulated")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--work", type=Path, help="keep the run directories here")
+    parser.add_argument("--keep", type=Path, help="copy what the runs recorded here")
+    parser.add_argument("--from", dest="recorded", type=Path, help="predict from what --keep has copied")
     parser.add_argument("key", nargs="*", metavar="key=value", help="further settings of the runs")
     options = parser.parse_intermixed_args()
     if (options.model is None) != (options.data is None):

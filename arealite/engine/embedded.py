@@ -89,7 +89,7 @@ class EmbeddedEngine(CollectingEngine):
     async def take_samples(self) -> list[ServerSample]:
         info = self.engine.stats()
         # The CPU seconds are those of the trainer, too.
-        thread_s = sum(row[-1] for row in info["step_times"])
+        thread_s = sum(row[4] for row in info["step_times"])
         info["cpu_s"] = thread_s if info["cpu_s"] is not None else None
         return [server_sample("embedded", self._version, True, info)]
 

@@ -25,6 +25,7 @@ from arealite.inference.runner import Runner, Step, StepResult
 from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, Sequence, resolve
 from arealite.inference.slots import SlotTable
+from arealite.inference.timing.step_times import Context, context_of
 from arealite.inference.weights import ServedWeights, Staged, WeightSource
 from arealite.weights.segment import release_removed
 
@@ -67,6 +68,8 @@ class EngineCore:
         self.last_update_s = 0.0
         self._device = self.runner.device
         self._next_seed = config.seed
+        # Of the sequences that the last step decodes.
+        self.context = Context()
         self._in_flight: deque[Step] = deque()
 
     def attach(self) -> None:
@@ -86,6 +89,7 @@ class EngineCore:
         if self._in_flight and self.scheduler.slots.has_constrained:
             self.settle()  # a grammar allows tokens that depend on all earlier ones
         plan = self.scheduler.schedule()
+        self.context = context_of(self.scheduler.slots.length[plan.slots])
         if dirty := self.scheduler.pool.take_dirty():
             self.runner.clear_blocks(dirty)
         if plan:

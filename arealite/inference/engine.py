@@ -373,7 +373,8 @@ class Engine:
         tokens, prompts = post.generated_tokens, scheduler.prompt_tokens - scheduler.cached_tokens
         self.core.step()
         tokens, prompts = post.generated_tokens - tokens, scheduler.prompt_tokens - scheduler.cached_tokens - prompts
-        self.step_times.add(tokens, max(0, prompts), time.perf_counter() - began, time.thread_time() - cpu_s)
+        seconds, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_s
+        self.step_times.add(tokens, max(0, prompts), seconds, cpu_s, self.core.context)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is work, then run the queued calls. False: the loop is closing."""

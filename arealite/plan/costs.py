@@ -15,8 +15,8 @@ class ServerCost:
     """One inference server.
 
     A decode step of b sequences with c tokens of context in all takes
-    `step_s + max(weights_s, b * compute_s) + b * sequence_s + c * context_s`. If `curve` is known, it says all but
-    the last.
+    `step_s + max(weights_s, b * compute_s) + b * sequence_s + c * context_s + b * d * spread_s`, where d is the
+    standard deviation of their lengths. If `curve` is known, it says all but the last two.
     """
 
     step_s: float
@@ -25,6 +25,7 @@ class ServerCost:
     compute_s: float = 0.0
     sequence_s: float = 0.0
     context_s: float = 0.0
+    spread_s: float = 0.0
     # Seconds per prompt token, and per request besides its tokens.
     prompt_s: float = 0.0
     request_s: float = 0.0

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from arealite.core.foresee.lengths import Lengths
 from arealite.plan.costs import ServerCost
 from arealite.plan.virtual_time import SHORTEST_S
 
@@ -63,8 +64,9 @@ class DecodingServer:
         self._at = loop.time()
         # Seconds of prompts, requests and pauses before decoding goes on.
         self._debt_s = 0.0
-        # Tokens in the cache.
+        # Tokens in the cache, and the lengths of what runs.
         self._context = 0.0
+        self._lengths = Lengths()
         self._ends: list[tuple[float, int, Sample]] = []
         self._running: dict[Sample, None] = {}
         self._waiting: deque[Sample] = deque()
@@ -187,8 +189,11 @@ class DecodingServer:
 
     def _step_costs(self) -> tuple[float, float]:
         """Return the seconds of the next step, and by how much each further one takes longer."""
-        count = len(self._running)
-        return self.cost.base_s(count) + self.cost.context_s * self._context, self.cost.context_s * count
+        cost, count = self.cost, len(self._running)
+        seconds = cost.base_s(count) + cost.context_s * self._context
+        if cost.spread_s > 0:
+            seconds += cost.spread_s * self._lengths.context(self._steps).spread
+        return seconds, cost.context_s * count
 
     def tokens_per_s(self) -> float:
         """Return how many tokens it generates at full speed now."""
@@ -223,6 +228,7 @@ class DecodingServer:
     def _record(self, sample: Sample, is_last: bool = False) -> None:
         """Add the tokens of a running sample to `made`, by version."""
         assert sample.began is not None
+        self._lengths.remove(sample.began - sample.context)
         end = sample.began + sample.left if is_last else min(self._steps, sample.began + sample.left)
         marks = self._versions
         at = len(marks) - 1
@@ -262,6 +268,7 @@ class DecodingServer:
             if not self._running and len(self._versions) > 1:
                 del self._versions[:-1]
             sample.began = self._steps
+            self._lengths.add(sample.began - sample.context)
             self._running[sample] = None
             self._context += sample.context
             self._serial += 1

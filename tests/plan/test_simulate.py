@@ -60,6 +60,13 @@ def test_a_step_becomes_longer_with_the_context():
     assert found.step_s == pytest.approx(1.6 + 1e-5 * 8 * (10 * 100 + 100 * 100 / 2))
 
 
+def test_a_step_becomes_longer_with_different_lengths():
+    # All of the same length, then some that were preempted.
+    assert run(server=ServerCost(step_s=0.01, spread_s=1e-4)).step_s == pytest.approx(1.6)
+    costs = [ServerCost(step_s=0.01, cache_tokens=460.0, spread_s=spread_s) for spread_s in (0.0, 1e-4)]
+    assert run(server=costs[1]).step_s > 1.05 * run(server=costs[0]).step_s
+
+
 def test_weights_hide_arithmetic_until_the_batch_is_large():
     assert run(server=ServerCost(0.0, weights_s=0.01, compute_s=0.001)).step_s == pytest.approx(1.6)
     assert run(server=ServerCost(0.0, weights_s=0.01, compute_s=0.002)).step_s == pytest.approx(2.2)

@@ -39,10 +39,10 @@ def fit_gpu_share(use: ServerUse, curve: StepCurve, overlap: float) -> tuple[Gpu
     `overlap` is the share of the servers' time in which the trainer worked.
     """
     rows = [row for row in use.steps if row.sequences > 0 and row.prompt_tokens == 0]
-    alone_s = sum(row.steps * curve.at(row.sequences / row.steps) for row in rows)
+    alone_s = sum(curve.of(row) for row in rows)
     slower = sum(row.seconds for row in rows) / alone_s if alone_s > 0 else 1.0
     if overlap < _MIN_OVERLAP:
-        # What is slower than the trial is so because answers are longer than its own.
+        # What is slower than the trial is so because answers are longer than its own, and for other reasons.
         return GpuShare(), curve.scaled(max(1.0, slower))
     if not use.trial:
         # The speed of the run's steps, on average.

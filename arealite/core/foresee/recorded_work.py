@@ -6,13 +6,14 @@ the recorded time, and one with another load takes the time of that load.
 """
 
 import random
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from arealite.core.foresee.core_sharing import Speeds
+from arealite.core.foresee.lengths import Context, Lengths
 from arealite.core.foresee.recording import PlayedEpisode, Recording
 
 GENERATE = "generate"
@@ -27,9 +28,9 @@ class Speed(Protocol):
     @property
     def most(self) -> float: ...
 
-    def at(self, num_episodes: float, is_busy: bool) -> float: ...
+    def at(self, num_episodes: float, is_busy: bool, context: Context) -> float: ...
 
-    def shares(self, loads: list[float], is_busy: bool) -> Speeds: ...
+    def shares(self, loads: list[float], rates: list[float], is_busy: bool) -> Speeds: ...
 
 
 class _Change(NamedTuple):
@@ -68,6 +69,10 @@ class Timeline:
         """Return how many episodes generated at a time."""
         place = int(np.searchsorted(self._times, time, side="right"))
         return int(self._running[place - 1]) if place else 0
+
+    def running_s(self, most: float) -> float:
+        """Return the seconds of all generating episodes, of which at most `most` run at once."""
+        return float(np.minimum(self._running[:-1], most) @ np.diff(self._times))
 
     def overlap(self) -> float:
         """Return the share of the servers' time in which the trainer worked."""
@@ -117,14 +122,28 @@ def recorded_work(recording: Recording, speed: Speed) -> RecordedWork:
     return RecordedWork(_finished(recording, works), steps)
 
 
+def mean_generated(works: RecordedWork, recording: Recording) -> float:
+    """Return the mean tokens that a sequence had generated so far, in the steps that decoded it."""
+    found = [w for e, work in zip(recording.started, works.episodes, strict=True) for w in _generated(e, work)]
+    return sum(work * work for work in found) / 2 / max(1e-9, sum(found))
+
+
 def _finished(recording: Recording, works: list[list[float]]) -> list[list[float]]:
-    """Give episodes that still ran at the end the work of a longer one that ended."""
+    """Give episodes that still ran at the end the work of a longer one.
+
+    Those with most work get theirs first, so that others may get it, too: long episodes are seldom among those that
+    ended (the estimate of Kaplan and Meier).
+    """
     rows = list(zip(recording.started, works, strict=True))
-    ended = sorted(sum(_generated(e, work)) for e, work in rows if e.state != "running")
-    for number, (episode, work) in enumerate(rows):
-        if episode.state == "running":
-            longer = ended[bisect_right(ended, sum(work)) :]
-            works[number] = [random.Random(episode.number).choice(longer)] if longer else work
+    known = sorted(sum(_generated(e, work)) for e, work in rows if e.state != "running")
+    running = [number for number, episode in enumerate(recording.started) if episode.state == "running"]
+    for number in sorted(running, key=lambda number: -sum(works[number])):
+        work = sum(works[number])
+        longer = known[bisect_right(known, work) :]
+        if longer:
+            work = random.Random(recording.started[number].number).choice(longer)
+            works[number] = [work]
+        insort(known, work)
     return works
 
 
@@ -146,6 +165,7 @@ class _Sweep:
         self._at = began
         # Steps at the start of a generation, and, for those that wait, at their arrival.
         self._running: dict[tuple[int, int], float] = {}
+        self._lengths = Lengths()
         self._waiting: dict[tuple[int, int], float] = {}
         self._order: deque[tuple[int, int]] = deque()
         self._num_busy = 0
@@ -154,14 +174,22 @@ class _Sweep:
 
     def advance(self, now: float) -> None:
         seconds, self._at = now - self._at, now
-        load, is_busy = len(self._running) / self.servers, self._num_busy > 0
-        loads = [max(1.0, load)] * min(len(self._running), self.servers)
-        self.trained += seconds * self.speed.shares(loads, True).trainer
+        is_busy, num_active = self._num_busy > 0, min(len(self._running), self.servers)
+        load = max(1.0, len(self._running) / self.servers)
+        loads, rates = [load] * num_active, [self._rate(load, is_busy, self.done)] * num_active
+        self.trained += seconds * self.speed.shares(loads, rates, True).trainer
         if loads:
-            worked_s = seconds * self.speed.shares(loads, is_busy).server
+            worked_s = seconds * self.speed.shares(loads, rates, is_busy).server
             paid_s = min(worked_s, self._debt_s)
             self._debt_s -= paid_s
-            self.done += (worked_s - paid_s) * self.speed.at(max(1.0, load), is_busy)
+            left_s = worked_s - paid_s
+            # Contexts grow meanwhile: those of the middle count.
+            self.done += left_s * self._rate(load, is_busy, self.done + left_s * rates[0] / 2)
+
+    def _rate(self, load: float, is_busy: bool, done: float) -> float:
+        context = self._lengths.context(done)
+        share = load / max(1, self._lengths.number)
+        return self.speed.at(load, is_busy, Context(share * context.tokens, share * context.spread))
 
     def apply(self, change: _Change) -> None:
         if change.place is None:
@@ -172,6 +200,8 @@ class _Sweep:
         else:
             # One that ends while it seems to wait has run all the time: the limit was not exact.
             began = self._running.pop(change.place, None)
+            if began is not None:
+                self._lengths.remove(began)
             began = self._waiting.pop(change.place, 0.0) if began is None else began
             self.works[change.place] = self.done - began
         while self._order and len(self._running) < max(1.0, self.speed.most * self.servers):
@@ -179,4 +209,5 @@ class _Sweep:
             if place in self._waiting:
                 del self._waiting[place]
                 self._running[place] = self.done
+                self._lengths.add(self.done)
                 self._debt_s += self.speed.prompt_s / self.servers

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
-from arealite.core.foresee.recorded_work import GENERATE, recorded_work
+from arealite.core.foresee.lengths import NOTHING, Context, Lengths
+from arealite.core.foresee.recorded_work import GENERATE, mean_generated, recorded_work
 from arealite.core.foresee.recording import Recording, Settings
 from arealite.core.foresee.speed import GenerationSpeed, fit_speed
 from arealite.core.staleness_manager import Lead, StalenessManager
@@ -71,7 +72,9 @@ class _Station:
 
     def __init__(self, most: float = float("inf"), start_s: float = 0.0) -> None:
         self.most, self.start_s = most, start_s
-        self.jobs: list[tuple[float, int, Callable[[], None]]] = []
+        # The work on that axis at which a job ends and at which it began.
+        self.jobs: list[tuple[float, int, Callable[[], None], float]] = []
+        self.lengths = Lengths()
         self.waiting: deque[tuple[float, int, Callable[[], None]]] = deque()
         self.done = self.at = self.debt_s = 0.0
         # Work in a second, and the share of the device that it has.
@@ -92,8 +95,21 @@ class _Station:
     def start_waiting(self) -> None:
         while self.waiting and len(self.jobs) < self.most:
             work, order, action = self.waiting.popleft()
-            heapq.heappush(self.jobs, (self.done + work, order, action))
+            heapq.heappush(self.jobs, (self.done + work, order, action, self.done))
+            self.lengths.add(self.done)
             self.debt_s += self.start_s
+
+    def end_job(self) -> Callable[[], None]:
+        """Remove the job that ends first; returns what follows it."""
+        _, _, action, began = heapq.heappop(self.jobs)
+        self.lengths.remove(began)
+        return action
+
+    def context(self) -> Context:
+        """Return the tokens of all jobs, half-way to the end of the first."""
+        if not self.jobs:
+            return NOTHING
+        return self.lengths.context(self.done + max(0.0, self.jobs[0][0] - self.done) / 2)
 
 
 class Simulation:
@@ -103,6 +119,13 @@ class Simulation:
         self.recording = recording
         self.speed = fit_speed(recording) if speed is None else speed
         self.works = recorded_work(recording, self.speed)
+        if self.speed.steps is not None and self.speed.steps.context_s > 0:
+            # What sequences have before they begin follows from the contexts that servers have counted.
+            rows = recording.server_use.steps
+            context = sum(row.context for row in rows) / max(1.0, sum(row.sequences for row in rows))
+            start_tokens = max(0.0, context - mean_generated(self.works, recording))
+            self.speed = self.speed._replace(start_tokens=start_tokens)
+            self.works = recorded_work(recording, self.speed)
 
     def run(self, scenario: Scenario) -> Rerun:
         """Play all steps of the recording under a scenario."""
@@ -127,7 +150,7 @@ class _Run:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         # What the present rates were set for.
-        self.rated: tuple[list[int], bool] | None = None
+        self.rated: tuple[list[int], list[float], bool] | None = None
         self.order = count()
         self.next_row = 0
         # Started versions of running episodes by row, in order of start; finished rows as a heap.
@@ -166,7 +189,7 @@ class _Run:
 
     def _end_job(self, station: _Station) -> None:
         station.advance(self.now)
-        _, _, action = heapq.heappop(station.jobs)
+        action = station.end_job()
         station.start_waiting()
         self._set_rates()
         action()
@@ -174,14 +197,15 @@ class _Run:
     def _set_rates(self) -> None:
         """Give every station the speed that it has with all that is active now."""
         loads, is_busy = [len(server.jobs) for server in self.servers], bool(self.trainer.jobs)
-        if self.rated == (loads, is_busy):
-            return
-        self.rated = loads, is_busy
-        shares = self.speed.shares(loads, is_busy)
-        for server, load in zip(self.servers, loads, strict=True):
+        for server in self.servers:
             server.advance(self.now)
-            server.rate = self.speed.at(max(1, load), is_busy)
-            server.share = self.factor(GENERATE) * shares.server
+        rates = [self.speed.at(max(1, len(s.jobs)), is_busy, s.context()) for s in self.servers]
+        if self.rated == (loads, rates, is_busy):
+            return
+        self.rated = loads, rates, is_busy
+        shares = self.speed.shares(loads, rates, is_busy)
+        for server, rate in zip(self.servers, rates, strict=True):
+            server.rate, server.share = rate, self.factor(GENERATE) * shares.server
         self.trainer.advance(self.now)
         self.trainer.share = self.factor("trainer") * shares.trainer
 

@@ -23,6 +23,9 @@ class StepTime(NamedTuple):
     seconds: float
     # Of the engines' threads.
     cpu_s: float
+    # Tokens of the decoded sequences, and their number times the deviation of their lengths; 0 in older recordings.
+    context: float = 0
+    spread: float = 0.0
 
 
 class ServerUse(NamedTuple):
@@ -59,14 +62,16 @@ def read_server_use(db: sqlite3.Connection) -> ServerUse:
 
 
 def add_rows(rows: Iterable[StepTime]) -> tuple[StepTime, ...]:
-    """Add rows of about the same number of sequences, those with prompts apart.
+    """Add rows of about the same number of sequences and lengths, those with prompts apart.
 
     Returns the fewest sequences first.
     """
-    sums: dict[tuple[int, bool], StepTime] = {}
+    sums: dict[tuple[int, bool, int, bool], StepTime] = {}
     for row in rows:
-        key = round(row.sequences / row.steps).bit_length(), row.prompt_tokens > 0
-        known = sums.get(key, StepTime(0, 0, 0, 0.0, 0.0))
+        load, length = row.sequences / row.steps, row.context / max(1, row.sequences)
+        # The rows of a server are divided in the same way.
+        key = round(load).bit_length(), row.prompt_tokens > 0, int(length).bit_length(), 4 * row.spread > row.context
+        known = sums.get(key, StepTime(0, 0, 0, 0.0, 0.0, 0, 0.0))
         sums[key] = StepTime(*(old + new for old, new in zip(known, row, strict=True)))
     return tuple(row for _, row in sorted(sums.items()))
 

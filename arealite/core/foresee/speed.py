@@ -14,6 +14,7 @@ import numpy as np
 
 from arealite.core.foresee.core_sharing import CoreUse, Speeds
 from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
+from arealite.core.foresee.lengths import NOTHING, Context
 from arealite.core.foresee.recorded_work import Timeline
 from arealite.core.foresee.recording import Recording
 from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
@@ -38,20 +39,26 @@ class GenerationSpeed(NamedTuple):
     prompt_s: float = 0.0
     # Episodes that a server runs at once; others wait.
     most: float = float("inf")
+    # Tokens of a sequence before its generation begins: its prompt, and earlier turns.
+    start_tokens: float = 0.0
 
-    def at(self, num_episodes: float, is_busy: bool) -> float:
+    def at(self, num_episodes: float, is_busy: bool, context: Context = NOTHING) -> float:
         """Return the units of work per second of one episode on a server, before cores are shared."""
         if self.steps is not None:
-            return 1.0 / max(1e-12, self.steps.at(num_episodes * self.samples))
+            tokens = context.tokens + num_episodes * self.start_tokens
+            loads = (self.samples * value for value in (num_episodes, tokens, context.spread))
+            return 1.0 / max(1e-12, self.steps.at(*loads))
         return 1.0 / max(1e-12, self.fixed + self.per_episode * num_episodes + self.busy * is_busy)
 
-    def shares(self, loads: Sequence[float], is_busy: bool) -> Speeds:
-        """Return how much servers with so many episodes, and the trainer, are slowed down by what they share."""
+    def shares(self, loads: Sequence[float], rates: Sequence[float], is_busy: bool) -> Speeds:
+        """Return how much servers and the trainer are slowed down by what they share.
+
+        Servers have so many episodes, with so many units of work per second each.
+        """
         if self.shared is None:
             return Speeds(1.0, 1.0)
-        active = [load for load in loads if load > 0]
-        tokens_per_s = sum(load * self.samples * self.at(max(1.0, load), is_busy) for load in active)
-        return self.shared.speeds(len(active), tokens_per_s, is_busy)
+        tokens_per_s = self.samples * sum(load * rate for load, rate in zip(loads, rates, strict=True))
+        return self.shared.speeds(sum(load > 0 for load in loads), tokens_per_s, is_busy)
 
 
 def fit_speed(recording: Recording) -> GenerationSpeed:
@@ -80,6 +87,21 @@ def fit_devices(recording: Recording) -> tuple[StepCurve | None, CoreUse | GpuSh
 def _samples_at_once(recording: Recording, timeline: Timeline) -> float:
     """Return how many sequences of an episode run at once: those of a group do not end together."""
     asked = float(np.median([episode.samples for episode in recording.episodes if episode.samples] or [1]))
+    rows, most = recording.server_use.steps, recording.settings.servers * (recording.max_running or float("inf"))
+    steps_s, active_s = sum(row.seconds for row in rows), timeline.running_s(1.0)
+    # Counters of a run of which only the last steps are played again cover more than these.
+    if not 0 < steps_s < 1.1 * recording.settings.servers * active_s:
+        return _sampled_at_once(recording, timeline, asked)
+    sequence_s = sum(row.seconds * row.sequences / row.steps for row in rows)
+    found = asked
+    for _ in range(20):
+        # Episodes that wait in a server are not running.
+        found = min(asked, max(1.0, sequence_s / timeline.running_s(most / found)))
+    return found
+
+
+def _sampled_at_once(recording: Recording, timeline: Timeline, asked: float) -> float:
+    """Return the same from samples of the servers' loads."""
     loads = [load for load in recording.loads if not load.waiting]
     episodes = sum(timeline.num_running(load.time) for load in loads) / recording.settings.servers
     if episodes < 10:

@@ -1,14 +1,21 @@
-"""`StepCurve`: seconds of a decode step by the number of sequences, as measured.
+"""`StepCurve`: seconds of a decode step by the number of sequences and their lengths, as measured.
 
 A straight line is not enough: kernels change with the batch, so that a step of eight sequences may take half of what a
-line through the loads of a full server says. The last answers of a synchronous batch run at such loads.
+line through the loads of a full server says. The last answers of a synchronous batch run at such loads. Lengths count,
+too: the full server of an asynchronous run has answers of all lengths, that of a synchronous one short ones of about
+the same length. Attention to sequences of different lengths takes longer, above all on CPU, where they are padded.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from arealite.core.foresee.resources import ServerUse, StepTime, add_rows
+from arealite.core.foresee.resources import ServerUse, StepTime
+
+# Neighbours whose loads differ by less than this factor are one point.
+_SAME_LOAD = 1.5
+# What lengths cost is known if they make a step of the trial slower by this share.
+_NOTICEABLE = 0.05
 
 
 class StepCurve(NamedTuple):
@@ -18,9 +25,22 @@ class StepCurve(NamedTuple):
     seconds: tuple[float, ...]
     # For each computed prompt token.
     prompt_s: float = 0.0
+    # For each token of the decoded sequences, and for each token by which the length of a sequence deviates.
+    context_s: float = 0.0
+    spread_s: float = 0.0
 
-    def at(self, sequences: float) -> float:
-        """Return the seconds of a step that decodes so many sequences."""
+    def at(self, sequences: float, context: float = 0.0, spread: float = 0.0) -> float:
+        """Return the seconds of a step with so many sequences.
+
+        `context` are their tokens, `spread` is their number times the standard deviation of their lengths.
+        """
+        return self._of_load(sequences) + self.context_s * context + self.spread_s * spread
+
+    def of(self, row: StepTime) -> float:
+        """Return the seconds of all steps of a row, without their prompts."""
+        return row.steps * self.at(row.sequences / row.steps, row.context / row.steps, row.spread / row.steps)
+
+    def _of_load(self, sequences: float) -> float:
         loads, seconds = self.loads, self.seconds
         if sequences <= loads[0] or len(loads) == 1:
             return seconds[0]
@@ -29,7 +49,8 @@ class StepCurve(NamedTuple):
         return seconds[i - 1] + slope * (sequences - loads[i - 1])
 
     def scaled(self, factor: float) -> "StepCurve":
-        return StepCurve(self.loads, tuple(factor * s for s in self.seconds), factor * self.prompt_s)
+        costs = (factor * cost for cost in self[2:])
+        return StepCurve(self.loads, tuple(factor * s for s in self.seconds), *costs)
 
 
 def fit_step_curve(use: ServerUse) -> StepCurve | None:
@@ -38,12 +59,13 @@ def fit_step_curve(use: ServerUse) -> StepCurve | None:
     On CPU it counts CPU seconds, which are the same whatever else runs on the cores, of the run and of the trial at the
     start of the servers. On GPUs it counts the seconds of the trial, which has the GPU to itself, or else of the run.
     """
-    rows = add_rows([*use.steps, *use.trial]) if use.cpu_s is not None else use.trial or use.steps
-    points = _points(rows, use)
+    context_s, spread_s = _length_costs(use)
+    rows = [*use.steps, *use.trial] if use.cpu_s is not None else use.trial or use.steps
+    points = _points(rows, use, context_s, spread_s)
     if len(points) < 2:
         return None
     loads, seconds = zip(*points, strict=True)
-    curve = StepCurve(loads, seconds)
+    curve = StepCurve(loads, seconds, 0.0, context_s, spread_s)
     return curve._replace(prompt_s=_prompt_s(curve, use))
 
 
@@ -52,22 +74,71 @@ def seconds_of(row: StepTime, use: ServerUse) -> float:
     return row.seconds if use.cpu_s is None else row.cpu_s
 
 
-def _points(rows: Sequence[StepTime], use: ServerUse) -> list[tuple[float, float]]:
+class _Step(NamedTuple):
+    """Means of the steps of a trial."""
+
+    load: float
+    context: float
+    spread: float
+    seconds: float
+
+
+def _length_costs(use: ServerUse) -> tuple[float, float]:
+    """Return the costs of a token of context and of spread, from trials with one load and different lengths.
+
+    Runs do not tell: their load and lengths change together.
+    """
+    rows = [row for row in use.trial if row.sequences > 0 and row.context > 0]
+    sums = [(row.steps, (row.sequences, row.context, row.spread, seconds_of(row, use))) for row in rows]
+    steps = [_Step(*(value / number for value in values)) for number, values in sums]
+    equal = sorted(step for step in steps if 4 * step.spread <= step.context)
+    short: dict[float, _Step] = {}
+    context_s = 0.0
+    for step in equal:
+        base = short.setdefault(step.load, step)
+        if step.seconds - base.seconds > _NOTICEABLE * base.seconds:
+            context_s = (step.seconds - base.seconds) / (step.context - base.context)
+    # What steps of different lengths take beyond that. A part of it does not depend on the number of sequences.
+    extra = [(0.0, 0.0)]
+    for step in sorted(step for step in steps if 4 * step.spread > step.context and step.load in short):
+        base = short[step.load]
+        extra_s = step.seconds - base.seconds - context_s * (step.context - base.context)
+        if extra_s > _NOTICEABLE * base.seconds:
+            extra.append((step.spread, extra_s))
+    (spread, seconds), (most, most_s) = extra[-2:] if len(extra) > 1 else [(0.0, 0.0), (1.0, 0.0)]
+    return context_s, max(0.0, (most_s - seconds) / (most - spread))
+
+
+def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s: float) -> list[tuple[float, float]]:
     """Return the mean load and seconds of steps without prompts; seconds never fall as the load grows."""
+    used = [row for row in rows if row.sequences > 0 and row.prompt_tokens == 0 and seconds_of(row, use) > 0]
     groups: list[list[float]] = []
-    for row in rows:
-        if row.sequences <= 0 or row.prompt_tokens > 0 or seconds_of(row, use) <= 0:
-            continue
-        groups.append([row.steps, row.sequences, seconds_of(row, use)])
+    first = 0.0
+    for row in sorted(used, key=lambda row: row.sequences / row.steps):
+        seconds = seconds_of(row, use)
+        # What the lengths do not explain.
+        rest_s = max(seconds / 4, seconds - context_s * row.context - spread_s * row.spread)
+        sums = [row.steps, row.sequences, rest_s]
+        if groups and row.sequences / row.steps < _SAME_LOAD * first:
+            groups[-1] = _add(groups[-1], sums)
+        else:
+            first = row.sequences / row.steps
+            groups.append(sums)
+    points: list[list[float]] = []
+    for group in groups:
+        points.append(group)
         # Neighbours in the wrong order are noise: they get their common mean.
-        while len(groups) > 1 and groups[-2][2] / groups[-2][0] >= groups[-1][2] / groups[-1][0]:
-            last = groups.pop()
-            groups[-1] = [old + new for old, new in zip(groups[-1], last, strict=True)]
-    return [(sequences / steps, seconds / steps) for steps, sequences, seconds in groups]
+        while len(points) > 1 and points[-2][2] / points[-2][0] >= points[-1][2] / points[-1][0]:
+            points[-2:] = [_add(points[-2], points[-1])]
+    return [(sequences / steps, seconds / steps) for steps, sequences, seconds in points]
+
+
+def _add(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 def _prompt_s(curve: StepCurve, use: ServerUse) -> float:
     """Return the seconds of a prompt token: what steps with prompts took beyond their decoding."""
     rows = [row for row in use.steps if row.prompt_tokens > 0]
-    extra_s = sum(seconds_of(row, use) - row.steps * curve.at(row.sequences / row.steps) for row in rows)
+    extra_s = sum(seconds_of(row, use) - curve.of(row) for row in rows)
     return max(0.0, extra_s) / max(1.0, sum(row.prompt_tokens for row in rows))

@@ -1,59 +1,101 @@
-"""Measures decode steps with few and with many sequences, before a server takes requests.
+"""Measures decode steps before a server takes requests: with few and with many sequences, short and long ones.
 
-A run rarely has all loads: servers of an asynchronous run are always full, and the last answers of a synchronous batch
-run alone. Predictions of one from the other need the steps of both, without a trainer that works beside them. The trial
-takes a fraction of a second and leaves no state.
+A run rarely has all loads: servers of an asynchronous run are always full of answers of all lengths, and in a
+synchronous run all answers have about the same length, and the last ones run alone. Predictions of one from the other
+need the steps of both, without a trainer that works beside them. The trial takes a fraction of a second and leaves no
+state.
 """
 
+import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from arealite.inference.core import EngineCore
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.timing.step_times import StepTimes
+from arealite.inference.timing.step_times import Context, StepTimes
 
-# Of the whole trial. On CPU a trainer starts on the same cores meanwhile.
-_MAX_SECONDS = {"cpu": 0.2, "cuda": 0.6}
+# Of the whole trial, and the clock that counts them. On CPU a trainer starts on the same cores meanwhile.
+_MAX_SECONDS = {"cpu": 0.4, "cuda": 0.6}
+_CLOCK = {"cpu": time.thread_time, "cuda": time.perf_counter}
+# Sequences of a step. On CPU kernels change between 8 and 16.
+_LOADS = {"cpu": (1, 4, 8, 16, 64), "cuda": tuple(1 << i for i in range(16))}
+# Those with which different lengths are measured, too. With the last one also long contexts.
+_MIXED_LOADS = (16, 64)
 # Steps that fill caches and pipelines, and steps that are timed.
-_FILLING_STEPS, _TIMED_STEPS = 3, 4
-_PROMPT_TOKENS = 64
+_FILLING_STEPS = {"cpu": 1, "cuda": 3}
+_TIMED_STEPS = {"cpu": 3, "cuda": 4}
+_PROMPT_TOKENS, _LONG_PROMPT = 16, {"cpu": 256, "cuda": 1024}
+# Steps of one trial at most, with those that compute prompts.
+_MAX_STEPS = 16
 
 
 def measure_steps(core: EngineCore, times: StepTimes) -> None:
-    """Add steps with 1, 2, 4, … sequences to `times`, until time is over or the engine is full."""
-    prompt_tokens = min(_PROMPT_TOKENS, core.max_len // 2)
-    blocks = 1 + -(-(prompt_tokens + 16) // core.config.block_size)
-    most = min(core.config.max_running_requests, core.scheduler.pool.num_usable // (2 * blocks))
+    """Add steps with 1 sequence and more to `times`, until time is over or the engine is full.
+
+    Those with 16 and 64 sequences are measured for short ones and for different lengths, 64 also for long ones.
+    """
+    num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
+    blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)
+    most = min(core.config.max_running_requests, num_blocks // (2 * blocks))
     # With drafts a step makes any number of tokens.
-    if core.config.draft_tokens or core.max_len < prompt_tokens + 16:
+    if core.config.draft_tokens or core.max_len < _PROMPT_TOKENS + _MAX_STEPS:
         return
-    end, load = time.perf_counter() + _MAX_SECONDS[core.weights.model.device.type], 1
-    while load <= most and time.perf_counter() < end:
-        _measure(core, times, load, prompt_tokens, end)
-        load *= 2
+    device = core.weights.model.device.type
+    longest = min(_LONG_PROMPT[device], core.max_len - _MAX_STEPS) // size * size
+    has_room = longest >= 2 * _PROMPT_TOKENS and longest // size + _MIXED_LOADS[-1] * blocks <= num_blocks
+    now = _CLOCK[device]
+    end = now() + _MAX_SECONDS[device]
+    for load in _LOADS[device]:
+        if load > most or now() > end:
+            break
+        _measure(core, times, load, [_PROMPT_TOKENS], end)
+        if load in _MIXED_LOADS and has_room and not core.config.deterministic:
+            _measure(core, times, load, _mixed(longest), end)
+            if load == _MIXED_LOADS[-1]:
+                _measure(core, times, load, [longest], end)
     core.scheduler.reset()
     core.post.generated_tokens = 0
 
 
-def _measure(core: EngineCore, times: StepTimes, load: int, prompt_tokens: int, end: float) -> None:
-    """Time steps of `load` sequences after one prompt."""
-    new_tokens = _FILLING_STEPS + _TIMED_STEPS + 6
-    params = SamplingParams(n=load, max_new_tokens=new_tokens, ignore_eos=True, sampling_seed=0)
-    prompt = (np.arange(1, prompt_tokens + 1) * 7919 % core.shape.vocab_size).tolist()
-    request = Request(prompt, params)
-    core.add(request)
-    before = core.post.generated_tokens
-    while core.post.generated_tokens - before < load * _FILLING_STEPS and not request.future.done():
-        core.step()
+def _mixed(longest: int) -> list[int]:
+    """Return eight lengths as those of answers in an asynchronous run: exponentially distributed."""
+    return [max(1, min(longest, round(-longest / 3 * math.log(1 - (i + 0.5) / 8)))) for i in range(8)]
+
+
+def _measure(core: EngineCore, times: StepTimes, load: int, prompts: Sequence[int], end: float) -> None:
+    """Time steps of `load` sequences after prompts of these lengths, each the start of the longest."""
+    device = core.weights.model.device.type
+    now = _CLOCK[device]
+    tokens = (np.arange(1, max(prompts) + 1) * 7919 % core.shape.vocab_size).tolist()
+    params = SamplingParams(n=load // len(prompts), max_new_tokens=_MAX_STEPS, ignore_eos=True, sampling_seed=0)
+    requests = [Request(tokens[:length], params) for length in prompts]
+    for request in requests:
+        core.add(request)
+    _fill(core, load, _FILLING_STEPS[device])
     before, cpu_s, began = core.post.generated_tokens, time.thread_time(), time.perf_counter()
-    steps = 0
-    while steps < _TIMED_STEPS and time.perf_counter() < end and not request.future.done():
+    steps, contexts = 0, []
+    while steps < _TIMED_STEPS[device] and now() < end and not requests[0].future.done():
         core.step()
+        contexts.append(core.context)
         steps += 1
     seconds, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_s
     made = core.post.generated_tokens - before
-    core.abort(request.rid)
+    for request in requests:
+        core.abort(request.rid)
     # Otherwise sequences waited, or the model's values were not finite.
     if steps and made == steps * load:
-        times.add(load, 0, seconds, cpu_s, steps)
+        context = Context(*(sum(values) / steps for values in zip(*contexts, strict=True)))
+        times.add(load, 0, seconds, cpu_s, context, steps)
+
+
+def _fill(core: EngineCore, load: int, num_steps: int) -> None:
+    """Step until all sequences decode, and `num_steps` more."""
+    slots = core.scheduler.slots
+    for _ in range(_MAX_STEPS - num_steps - 6):
+        core.step()
+        if int(np.count_nonzero(slots.decoding)) == load:
+            break
+    for _ in range(num_steps):
+        core.step()

@@ -6,7 +6,10 @@ import pytest
 
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
+from arealite.core.foresee.recorded_work import recorded_work
+from arealite.core.foresee.recording import PlayedEpisode, PlayedStep, Recording, Settings
 from arealite.core.foresee.resources import ServerUse, StepTime
+from arealite.core.foresee.speed import GenerationSpeed
 from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
 from arealite.core.foresee.what_if import WhatIf, parse_question
 from tests.core.foresee.token_world import World, record
@@ -37,6 +40,7 @@ WORLDS = {
     "a limit of requests": replace(CPU, max_running=128),
     "long prompts": replace(CPU, prompt_tokens=150),
     "samples that differ": replace(CPU, length=(20.0, 0.6, 250), spread=0.8),
+    "steps that depend on lengths": replace(CPU, context_s=0.23e-6, spread_s=0.3e-6),
     "a GPU": GPU,
 }
 
@@ -92,6 +96,44 @@ def test_the_curve_goes_through_what_was_measured():
     # On a GPU the trial counts: nothing disturbed it.
     trial = rows((4, 1, 0, 1.0), (4, 64, 0, 2.0))
     assert fit_step_curve(ServerUse(use.steps, None, trial)).at(64) == 2.0
+
+
+def test_costs_of_lengths_come_from_steps_of_one_load():
+    def step(load, length, differ, seconds):
+        return StepTime(2, 2 * load, 0, 2 * seconds, 2 * seconds, 2 * load * length, 2 * load * differ)
+
+    # 1 ms a token of context and 2 ms of spread; different lengths take half a second, whatever the load.
+    measured = ((16, 100, 0), (16, 150, 200), (64, 100, 0), (64, 150, 200), (64, 400, 0))
+    trial = [
+        step(n, length, differ, n + n * (1e-3 * length + 2e-3 * differ) + 0.5 * (differ > 0))
+        for n, length, differ in measured
+    ]
+    run = [step(200, 100, 0, 220.0), step(260, 200, 100, 260 * 1.4)]
+    curve = fit_step_curve(ServerUse(run, 1.0, trial))
+    assert (curve.context_s, curve.spread_s) == pytest.approx((1e-3, 2e-3))
+    assert curve.at(64, 6400) == pytest.approx(64 * 1.1, rel=0.02), "what lengths cost is not counted twice"
+    assert curve.at(230, 230 * 100, 0) == pytest.approx(230 * 1.1, rel=0.02)
+    # Of no use: longer sequences are hardly slower.
+    level = [step(64, 20, 0, 1.0), step(64, 250, 0, 1.01), step(64, 80, 70, 1.02)]
+    assert fit_step_curve(ServerUse(run, 1.0, [*level, step(1, 20, 0, 0.5)]))[3:] == (0.0, 0.0)
+
+
+def test_unfinished_episodes_get_the_work_of_longer_ones():
+    # Nine end after 1 s to 9 s; three run for 2, 8 and 20 s and longer. The third is the longest of all.
+    recording = make_recording_of([float(i) for i in range(1, 10)], [2.0, 8.0, 20.0])
+    works = [sum(work) for work in recorded_work(recording, GenerationSpeed()).episodes]
+    assert works[:9] == pytest.approx([float(i) for i in range(1, 10)])
+    assert works[9] > 2 and works[10] > 8 and works[11] == pytest.approx(20.0)
+
+
+def make_recording_of(ended, running):
+    """Return a recording of episodes with so many seconds of generation."""
+    rows = [
+        PlayedEpisode(i, "trained" if i < len(ended) else "running", 0, None, 1, 10, 0.0, s, (("generate", s),))
+        for i, s in enumerate([*ended, *running])
+    ]
+    steps = [PlayedStep(i, 30.0 + i, 0.0, 0.0, 0.0) for i in range(2)]
+    return Recording(Settings(4), steps, rows[: len(ended)], unfinished=rows[len(ended) :])
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
+
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.core.foresee.recording import PlayedEpisode, PlayedStep, Recording, ServerLoad, Settings
 from arealite.core.foresee.rerun import Scenario, _Run, _Station
 from arealite.core.foresee.resources import ServerUse, StepTime
-from arealite.inference.timing.step_times import StepTimes
+from arealite.inference.timing.step_times import NOT_KNOWN, Context, StepTimes, context_of
 
 SAMPLE_S = 2.0
 
@@ -38,8 +40,14 @@ class World:
     # Median and sigma of the lengths of answers, the longest, and how much the samples of a group differ.
     length: tuple[float, float, int] = (20.0, 1.2, 400)
     spread: float = 0.0
+    # For each token of the running sequences, and for each by which their lengths deviate.
+    context_s: float = 0.0
+    spread_s: float = 0.0
 
-    def seconds(self, load: int) -> float:
+    def seconds(self, load: int, context: Context = NOT_KNOWN) -> float:
+        return self._of_load(load) + self.context_s * context.tokens + self.spread_s * context.spread
+
+    def _of_load(self, load: int) -> float:
         i = next((i for i, known in enumerate(self.loads) if known > load), len(self.loads) - 1)
         if i == 0:
             return self.step_s[0]
@@ -56,6 +64,7 @@ class World:
 @dataclass(eq=False)
 class _Answer:
     left: int
+    length: int
     # Shared by the samples of a group: how many are left, and what their end does.
     group: SimpleNamespace = field(default_factory=SimpleNamespace)
 
@@ -68,11 +77,11 @@ class _TokenServer(_Station):
         self.world, self.times = world, StepTimes()
         self.running: list[_Answer] = []
         self.queue: deque[_Answer] = deque()
-        self.step_s, self.num_prompts = 0.0, 0
+        self.step_s, self.num_prompts, self.decoded = 0.0, 0, NOT_KNOWN
 
     def submit(self, lengths: Sequence[int], action: Callable[[], None]) -> None:
         group = SimpleNamespace(left=len(lengths), action=action, has_prompt=True)
-        self.queue.extend(_Answer(length, group) for length in lengths)
+        self.queue.extend(_Answer(length, self.world.prompt_tokens, group) for length in lengths)
         self.start_step()
 
     def start_step(self) -> None:
@@ -85,15 +94,17 @@ class _TokenServer(_Station):
             answer.group.has_prompt = False
             self.running.append(answer)
         if self.running:
-            self.step_s = self.world.seconds(len(self.running)) + self.world.prompt_s * self.num_prompts
+            self.decoded = context_of(np.array([answer.length for answer in self.running]))
+            self.step_s = self.world.seconds(len(self.running), self.decoded) + self.world.prompt_s * self.num_prompts
             self.jobs = [(self.done + self.step_s, 0, lambda: None)]
 
     def end_step(self, seconds: float) -> list[Callable[[], None]]:
         self.jobs = []
-        self.times.add(len(self.running), self.num_prompts, seconds, self.step_s)
+        self.times.add(len(self.running), self.num_prompts, seconds, self.step_s, self.decoded)
         ended = []
         for answer in self.running:
             answer.left -= 1
+            answer.length += 1
             if answer.left == 0:
                 answer.group.left -= 1
                 ended += [answer.group.action] if answer.group.left == 0 else []
@@ -161,7 +172,7 @@ class _TokenRun(_Run):
     def _set_rates(self):
         is_busy = bool(self.trainer.jobs)
         active = [server for server in self.servers if server.running]
-        tokens_per_s = sum(len(server.running) / server.world.seconds(len(server.running)) for server in active)
+        tokens_per_s = sum(len(s.running) / s.world.seconds(len(s.running), s.decoded) for s in active)
         for station in (*self.servers, self.trainer):
             station.advance(self.now)
         if self.world.shared is not None:
@@ -233,9 +244,19 @@ def record(world: World, eta: int, num_steps: int = 20, lead: int | None = None,
     on_gpu = not isinstance(world.shared, CoreUse)
     rows = [StepTime(*row) for server in run.servers for row in server.times.rows()]
     engine_s = sum(row.cpu_s for row in rows)
-    loads = [1 << i for i in range(9)] if with_trial else []
-    trial = [StepTime(4, 4 * load, 0, 4 * world.seconds(load), 4 * world.seconds(load)) for load in loads]
+    trial = _trial(world) if with_trial else []
     use = ServerUse(rows, None if on_gpu else engine_s, trial)
     cores = None if on_gpu else world.shared
     shares_gpu = on_gpu and world.shared is not None
     return Recording(settings, steps, episodes, (), use, cores, run.loads, world.max_running, shares_gpu, unfinished)
+
+
+def _trial(world: World) -> list[StepTime]:
+    """Return what servers measure at their start."""
+    found = [(load, Context(20 * load)) for load in (1 << i for i in range(9))]
+    found += [(16, Context(1280, 1150.0)), (64, Context(5120, 4600.0)), (64, Context(16384))]
+    rows = []
+    for load, context in found:
+        seconds = 4 * world.seconds(load, context)
+        rows.append(StepTime(4, 4 * load, 0, seconds, seconds, 4 * context.tokens, 4 * context.spread))
+    return rows

@@ -1,0 +1,35 @@
+"""`Lengths`: tokens of generations that run at once and grow by one with every step, without a loop over them."""
+
+import math
+from typing import NamedTuple
+
+
+class Context(NamedTuple):
+    """Generated tokens of what runs at once, and its number times the standard deviation of these."""
+
+    tokens: float = 0.0
+    spread: float = 0.0
+
+
+NOTHING = Context()
+
+
+class Lengths:
+    """Generations by the steps of their server at their start."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._sum = self._squares = 0.0
+
+    def add(self, start: float) -> None:
+        self.number, self._sum, self._squares = self.number + 1, self._sum + start, self._squares + start * start
+
+    def remove(self, start: float) -> None:
+        self.number, self._sum, self._squares = self.number - 1, self._sum - start, self._squares - start * start
+        if self.number == 0:
+            self._sum = self._squares = 0.0
+
+    def context(self, steps: float) -> Context:
+        """Return what they have when the server has made so many steps."""
+        tokens = max(0.0, self.number * steps - self._sum)
+        return Context(tokens, math.sqrt(max(0.0, self.number * self._squares - self._sum * self._sum)))
