@@ -1,4 +1,4 @@
-"""`Lengths`: tokens of generations that run at once and grow by one with every step, without a loop over them."""
+"""`Lengths`: tokens of generations that grow by one with every step, without a loop over them."""
 
 import math
 from typing import NamedTuple

@@ -84,7 +84,7 @@ class _Step(NamedTuple):
 
 
 def _length_costs(use: ServerUse) -> tuple[float, float]:
-    """Return the costs of a token of context and of spread, from trials with one load and different lengths.
+    """Return the costs of a token of context and of spread, from trials of one load.
 
     Runs do not tell: their load and lengths change together.
     """

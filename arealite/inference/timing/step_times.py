@@ -1,4 +1,4 @@
-"""`StepTimes`: what the steps of an engine took, by the number of sequences that they decode and their lengths.
+"""`StepTimes`: what the steps of an engine took, by the number and the lengths of their sequences.
 
 `/server_info` has it as `step_times` (and `trial_times`, of `step_trial`), and the ledger keeps the last one of each
 server: predictions of other loads (`arealite plan --from`, `arealite report --what-if`) are fitted to it. Counting
@@ -12,7 +12,10 @@ import numpy as np
 
 
 class Context(NamedTuple):
-    """Tokens of the sequences that a step decodes, and their number times the standard deviation of their lengths."""
+    """Tokens of the sequences of a step, and how much they differ.
+
+    `spread` is the number of sequences times the standard deviation of their lengths.
+    """
 
     tokens: float = 0
     spread: float = 0.0

@@ -1,4 +1,4 @@
-"""Measures decode steps before a server takes requests: with few and with many sequences, short and long ones.
+"""Measures decode steps before a server takes requests: few and many sequences, short and long ones.
 
 A run rarely has all loads: servers of an asynchronous run are always full of answers of all lengths, and in a
 synchronous run all answers have about the same length, and the last ones run alone. Predictions of one from the other
