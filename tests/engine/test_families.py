@@ -120,10 +120,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in sizes]
 
 
-def own_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """Log-probs of `ids[1:]`."""
+def own_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Logits of `ids[1:]`."""
     with torch.no_grad():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        return model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+
+
+def logprobs_of(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
@@ -134,13 +137,14 @@ def check_served(model: PreTrainedModel, folder) -> None:
         params = SamplingParams(n=2, temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
         futures = [engine.submit(Request(prompt, params)) for prompt in prompts()]
         for prompt, future in zip(prompts(), futures, strict=True):
-            ids = torch.tensor([prompt])
-            settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-            with torch.no_grad():
-                whole = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0]
-            expected = own_logprobs(model, whole.tolist())[len(prompt) - 1 :]
-            for output in future.result(60):
-                assert prompt + output.token_ids == whole.tolist()
+            outputs = future.result(60)
+            ids = prompt + outputs[0].token_ids
+            logits = own_logits(model, ids)
+            # Each token is the most likely one, so these are the tokens of greedy generation.
+            assert logits[len(prompt) - 1 :].argmax(-1).tolist() == outputs[0].token_ids
+            expected = logprobs_of(logits, ids)[len(prompt) - 1 :]
+            for output in outputs:
+                assert prompt + output.token_ids == ids
                 torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
         assert engine.stats()["preemptions"] > 0
     finally:
@@ -168,7 +172,7 @@ def test_served_and_trained_logprobs_equal_the_models_own(name, tmp_path):
     batch["loss_mask"][:, 0] = 0
     logp = make_trainer(tmp_path).forward(batch)["logp"]
     for row, prompt in zip(logp, prompts(), strict=True):
-        expected = own_logprobs(model, prompt)
+        expected = logprobs_of(own_logits(model, prompt), prompt)
         torch.testing.assert_close(row[1 : len(prompt)], expected, atol=1e-4, rtol=0)
 
 

@@ -16,7 +16,7 @@ from arealite.inference.runner import StepResult, keep_accepted
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import WeightSource
-from tests.inference.conftest import FAMILIES, SMALL, make_model, run
+from tests.inference.conftest import FAMILIES, SMALL, make_model, run, submit
 
 CIRCLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 2
 
@@ -97,10 +97,14 @@ def test_tokens_are_kept_up_to_the_first_that_differs_from_its_draft():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_and_sampled_outputs_are_those_without_drafts(family, make_engine):
     plain, drafted = both(make_engine, copying_model(family))
-    for prompt in (repetitive_prompts(1)[0], CIRCLE):
-        for params in ({"temperature": 0.0}, {"temperature": 0.6, "n": 3}):
-            params = {"max_new_tokens": 25, "sampling_seed": 5} | params
-            assert_same(*(run(engine, prompt, **params) for engine in (plain, drafted)))
+    asked = [
+        (prompt, {"max_new_tokens": 25, "sampling_seed": 5, **params})
+        for prompt in (repetitive_prompts(1)[0], CIRCLE)
+        for params in ({"temperature": 0.0}, {"temperature": 0.6, "n": 3})
+    ]
+    found = [[submit(engine, prompt, **params) for prompt, params in asked] for engine in (plain, drafted)]
+    for futures in zip(*found, strict=True):
+        assert_same(*(future.result(100) for future in futures))
     stats = drafted.stats()
     assert 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
     assert stats["draft_acceptance_rate"] == stats["accepted_tokens"] / stats["drafted_tokens"]

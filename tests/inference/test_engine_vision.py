@@ -50,7 +50,17 @@ def ask(engine: Engine, kind: str, text: str, images: list[bytes], **params) -> 
 
 
 def reference(folder: str, engine: Engine, kind: str, text: str, images: list[bytes], count: int = 12):
-    """Tokens and log-probs that transformers generates greedily."""
+    """Tokens and log-probs that transformers generates greedily; those of one prompt once for all settings."""
+    key = folder, text, *images
+    if key not in _references:
+        _references[key] = _generate(folder, engine, kind, text, images, count)
+    return _references[key]
+
+
+_references: dict[tuple, tuple[list[int], torch.Tensor]] = {}
+
+
+def _generate(folder: str, engine: Engine, kind: str, text: str, images: list[bytes], count: int):
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     encoded = engine.processor.encode(text.replace("#", placeholder(kind)), images)
     inputs = {"input_ids": torch.tensor([encoded.input_ids]), **encoded.inputs}
