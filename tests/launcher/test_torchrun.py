@@ -13,7 +13,9 @@ import pytest
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.elastic_rank import fit_mode
 from arealite.launcher.torchrun import launch
+from tests import warm_start
 from tests.launcher.conftest import find_leftovers, wait_until_gone
+from tests.warm_start.sitecustomize import FOLDER_ENV
 
 SCRIPT = """
 import os, pathlib, signal
@@ -45,6 +47,13 @@ def script(work):
     wait_until_gone(work)
 
 
+@pytest.fixture
+def forks(work, monkeypatch):
+    """Let torchrun and ranks be forks: each would import torch, which takes seconds."""
+    for name, value in {**warm_start.environment(), FOLDER_ENV: str(work)}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.slow
 def test_ranks_of_torchrun(work, arguments, capfdbinary):
     assert launch("script.py", arguments()) == 0
@@ -53,6 +62,7 @@ def test_ranks_of_torchrun(work, arguments, capfdbinary):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_torchrun_restarts_a_dead_rank_while_servers_stay(work, arguments, capfdbinary):
     argv = arguments("tokenizer_path=once", "recover.mode=auto", "recover.retries=1")
     assert launch("script.py", argv) == 0
@@ -62,11 +72,13 @@ def test_torchrun_restarts_a_dead_rank_while_servers_stay(work, arguments, capfd
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_without_retries_the_run_fails(work, arguments):
     assert launch("script.py", arguments("tokenizer_path=once")) != 0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_two_machines_meet_in_the_run_directory(work, arguments):
     argv = arguments(
         "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "server.device=cpu", "actor.device=cpu", mode="sglang.d2+d2"
@@ -109,6 +121,7 @@ def test_elastic_jobs_that_cannot_work_are_refused(work, arguments):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("forks")
 def test_machines_join_and_leave_a_run(work):
     """A machine joins and is killed: the run continues from its checkpoint with one, two and again one rank."""
     examples = Path(__file__).parents[2] / "examples" / "arealite"

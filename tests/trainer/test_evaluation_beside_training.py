@@ -13,7 +13,7 @@ from arealite.trainer.stats_logger import read_stats
 from arealite.utils.rundir import RunDir
 from tests.examples.test_scripts import EXAMPLES, grpo_overrides, run
 
-NUM_STEPS = 6
+NUM_STEPS, NUM_QUESTIONS, MAX_TOKENS = 6, 10, 32
 
 
 def train(folder: Path, model: Path, data: Path, *more: str, layout: str = "embedded.d1+d1") -> RunDir:
@@ -26,13 +26,14 @@ def train(folder: Path, model: Path, data: Path, *more: str, layout: str = "embe
     return RunDir(folder / "gsm8k-grpo" / "trial0")
 
 
-def evaluation_keys(folder: Path) -> list[str]:
+def evaluation_keys(folder: Path, num_questions: int = NUM_QUESTIONS) -> list[str]:
     """Two sets. One question at a time is asked, whose answers are many times as long as those of a training step."""
-    rows = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(24)]
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(num_questions)]
     for name in ("first", "second"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [f"valid_datasets.{name}.path={folder / name}.jsonl" for name in ("first", "second")]
-    return [*keys, "eval_gconfig.n_samples=4", "eval_gconfig.temperature=1", "eval_gconfig.max_new_tokens=64"]
+    keys += ["eval_gconfig.n_samples=4", "eval_gconfig.temperature=1"]
+    return [*keys, f"eval_gconfig.max_new_tokens={MAX_TOKENS}"]
 
 
 @pytest.mark.slow
@@ -57,8 +58,8 @@ def test_evaluations_overlap_training_and_change_nothing_about_it(model_path, gs
     for step, stats in evaluations.items():
         for name in ("first", "second"):
             answers = read_answers(run_dir.answers_path(step + 1, name))
-            assert len(answers) == 24 * 4 and all(answer.length <= 64 for answer in answers)
-            by_question = [[a for a in answers if a.question == i] for i in range(24)]
+            assert len(answers) == 4 * NUM_QUESTIONS and all(answer.length <= MAX_TOKENS for answer in answers)
+            by_question = [[a for a in answers if a.question == i] for i in range(NUM_QUESTIONS)]
             expected = {f"eval/{name}/{key}": value for key, value in set_statistics(by_question).items()}
             assert {key: stats[key] for key in expected} == expected
         assert {"eval/second/pass@4/low", "eval/second/maj@4/high", "eval/second/truncated"} <= stats.keys()
@@ -69,7 +70,7 @@ def test_evaluations_overlap_training_and_change_nothing_about_it(model_path, gs
 
     with sqlite3.connect(run_dir.db_path) as database:
         counts = dict(database.execute("SELECT state, COUNT(*) FROM episodes GROUP BY state"))
-    assert counts["trained"] == 4 * NUM_STEPS and counts["evaluated"] == 2 * 2 * 24
+    assert counts["trained"] == 4 * NUM_STEPS and counts["evaluated"] == 2 * 2 * NUM_QUESTIONS
     report([str(run_dir.path), "--rollouts", "0"])
     assert "evaluations (with 95% intervals)" in capsys.readouterr().out
 
@@ -77,7 +78,7 @@ def test_evaluations_overlap_training_and_change_nothing_about_it(model_path, gs
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_all_ranks_get_the_results(model_path, gsm8k_path, tmp_path):
-    keys = evaluation_keys(tmp_path)
+    keys = evaluation_keys(tmp_path, 3)
     run_dir = train(tmp_path / "run", model_path, gsm8k_path, *keys, "evaluator.freq_steps=5", layout="embedded.d1+d2")
     steps = {step["step"]: step for step in read_stats(run_dir)}
-    assert steps[NUM_STEPS - 1]["eval/first/num_questions"] == 24 and "eval/first/pass@1" in steps[-1]
+    assert steps[NUM_STEPS - 1]["eval/first/num_questions"] == 3 and "eval/first/pass@1" in steps[-1]

@@ -1,8 +1,9 @@
 """Runs programs that import torch as forks of `tests/warm_python.py`, whoever starts them.
 
-Python imports this module when it starts with this folder in PYTHONPATH. Ray and Slurm start workers, servers and ranks
-by themselves: with `environment()` of `tests/warm_start/__init__.py` in theirs, those save the imports. The started
-process stays, passes signals on, and ends with the exit code of the fork; if it is killed, the fork is killed.
+Python imports this module when it starts with this folder in PYTHONPATH. Ray, Slurm and torchrun start workers,
+servers and ranks by themselves: with `environment()` of `tests/warm_start/__init__.py` in theirs, those save the
+imports. The started process stays, passes signals on, and ends with the exit code of the fork; if it is killed, the
+fork is killed.
 """
 
 import os
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("arealite.cli.serve", "arealite.cli.main")
+MODULES = ("arealite.cli.serve", "arealite.cli.main", "torch.distributed.run")
 FOLDERS = (str(ROOT / "examples"), str(ROOT / "arealite" / "trainer"))
+# A test names one more folder of scripts by this variable.
+FOLDER_ENV = "AREALITE_TESTS_FORKED_FOLDER"
 RAY_WORKER = os.path.join("ray", "_private", "workers", "default_worker.py")
 
 
@@ -24,12 +27,14 @@ def find_command(argv: list[str]) -> list[str] | None:
     if command[0] == "-m":
         return command if command[1] in MODULES else None
     path = os.path.abspath(command[0])
-    return command if path.startswith(FOLDERS) or path.endswith(RAY_WORKER) else None
+    folders = (*FOLDERS, *filter(None, [os.environ.get(FOLDER_ENV)]))
+    return command if path.startswith(folders) or path.endswith(RAY_WORKER) else None
 
 
 if "AREALITE_TESTS_WARM_PYTHON" in os.environ and (command := find_command(sys.orig_argv)):
     sys.path.insert(0, str(ROOT))
     from tests import warm_python
 
-    # A launcher starts programs as forks by this module. A worker of Ray has threads.
-    warm_python.run_in_place(command, can_fork="arealite.cli.main" not in command and RAY_WORKER not in command[0])
+    # A launcher starts programs as forks by this module. Workers of Ray and torchrun have threads.
+    starts_others = {"arealite.cli.main", "torch.distributed.run"} & set(command[:2])
+    warm_python.run_in_place(command, can_fork=not starts_others and RAY_WORKER not in command[0])
