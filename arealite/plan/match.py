@@ -44,7 +44,7 @@ def own_setup(measured: Measured) -> Setup:
     work = measured.workload
     steps = min(20, max(4, _MAX_ANSWERS // (work.prompts * work.samples)))
     # The same steps as those that were measured: lengths of few episodes vary.
-    steps = min(steps, max(3, len(work.episodes) // work.prompts - FILLING_STEPS))
+    steps = min(steps, measured.num_steps)
     costs = measured.server, measured.train, measured.update
     return Setup(work, measured.num_servers, *costs, rollout, steps, FILLING_STEPS, cores=measured.cores)
 

@@ -30,6 +30,8 @@ class Measured:
     # The run's own limits besides eta.
     adaptive_lead: bool = True
     max_concurrent: int | None = None
+    # Steps of the run without the first ones.
+    num_steps: int = 20
 
 
 def describe_costs(measured: Measured) -> str:

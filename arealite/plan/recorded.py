@@ -25,7 +25,7 @@ from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.match import FILLING_STEPS, Target, match
 from arealite.plan.measured import Measured, fit
-from arealite.plan.recorded_episodes import SampleTokens, make_shapes
+from arealite.plan.recorded_episodes import SampleTokens, in_steps, make_shapes, with_unfinished
 from arealite.plan.workload import Distribution, EpisodeShape, Workload
 from arealite.utils.rundir import RunDir
 from arealite.utils.trace.cpu_clock import num_cores
@@ -62,6 +62,7 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
         shared or (None if on_gpu else CoreUse(num_cores())),
         recording.settings.lead is None,
         recording.settings.max_concurrent_rollouts,
+        len(warm),
     )
     return match(first, target)
 
@@ -71,11 +72,17 @@ def _read_shapes(recording: Recording, database: sqlite3.Connection) -> list[Epi
     samples: dict[int, list[SampleTokens]] = {}
     for episode, tokens, answer in database.execute(query):
         samples.setdefault(episode, []).append(SampleTokens(tokens, answer))
-    played = [e for e in recording.episodes if e.state not in ("failed", "rejected") and e.tokens > 0]
-    shapes = make_shapes(played[-_MOST_EPISODES:], samples, _num_generated(database))
+    started = in_steps(recording)[-_MOST_EPISODES:]
+    played = [e for e in started if e.state not in ("failed", "rejected", "running") and e.tokens > 0]
+    generated = _num_generated(database)
+    if generated is not None:
+        ended_s, all_s = (sum(map(_generate_s, rows)) for rows in (recording.episodes, recording.started))
+        # Those that had not ended have a part of it.
+        generated *= ended_s / max(all_s, 1e-9)
+    shapes = make_shapes(played, samples, generated)
     if not shapes:
         raise ConfigError("the ledger of the run has no finished episode")
-    return shapes
+    return with_unfinished(started, played, shapes)
 
 
 def _num_generated(database: sqlite3.Connection) -> float | None:

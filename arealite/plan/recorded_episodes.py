@@ -2,15 +2,18 @@
 
 Used by `recorded`. The ledger has the tokens of samples whose text was kept; those of others follow from the sum of
 their episode. A workflow may also generate what is not in a trajectory (a check of the answer, a dropped turn): servers
-count these tokens, and they are divided among episodes by the time for which these generated.
+count these tokens, and they are divided among episodes by the steps for which these generated. Episodes that had not
+ended are like longer ones that had.
 """
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from statistics import mean
 from typing import NamedTuple
 
-from arealite.core.foresee.recording import PlayedEpisode
+from arealite.core.foresee.recording import PlayedEpisode, Recording
+from arealite.core.foresee.rerun import Simulation
 from arealite.plan.workload import EpisodeShape
 
 # Servers count this much more than trajectories have before other generation is assumed.
@@ -29,6 +32,39 @@ class SampleTokens(NamedTuple):
 class _Lengths(NamedTuple):
     prompt: float
     answers: list[float]
+
+
+def in_steps(recording: Recording) -> list[PlayedEpisode]:
+    """Return all started episodes with the steps of their server instead of the seconds of generations.
+
+    A step of a full server takes longer. If the speed of servers is not known, seconds stay.
+    """
+    found = []
+    for episode, works in zip(recording.started, Simulation(recording).works.episodes, strict=True):
+        kinds = [kind for kind, _ in episode.parts]
+        found.append(episode._replace(parts=tuple(zip(kinds, works, strict=True))))
+    return found
+
+
+def with_unfinished(
+    started: Sequence[PlayedEpisode], played: Sequence[PlayedEpisode], shapes: Sequence[EpisodeShape]
+) -> list[EpisodeShape]:
+    """Return the shapes of all started episodes in their order.
+
+    `shapes` are those of `played`. One that had not ended gets the shape of the one whose generations are most alike.
+    """
+    known = {episode.number: shape for episode, shape in zip(played, shapes, strict=True)}
+    ended = sorted((sum(_turns(e)[0]), e.number) for e in played)
+    result = []
+    for episode in started:
+        if episode.state == "running":
+            work = sum(_turns(episode)[0])
+            place = bisect(ended, (work, 0))
+            near = min(ended[max(0, place - 1) : place + 1], key=lambda other: abs(other[0] - work))
+            result.append(known[near[1]])
+        elif episode.number in known:
+            result.append(known[episode.number])
+    return result
 
 
 def make_shapes(

@@ -13,11 +13,12 @@ import yaml
 
 from arealite.api.errors import ConfigError
 from arealite.cli import plan as command
-from arealite.core.foresee.recording import PlayedEpisode, RecordingError
+from arealite.core.foresee.recording import PlayedEpisode, RecordingError, read_recording
+from arealite.core.foresee.rerun import Simulation
 from arealite.core.ledger.store import EpisodeRow, Ledger, ServerSample, TimesRow
 from arealite.plan.match import own_setup
 from arealite.plan.recorded import read_run
-from arealite.plan.recorded_episodes import SampleTokens, make_shapes
+from arealite.plan.recorded_episodes import SampleTokens, in_steps, make_shapes, with_unfinished
 from arealite.plan.simulate import simulate
 from arealite.utils.activity import activity
 
@@ -110,3 +111,23 @@ def test_generation_outside_of_trajectories_has_its_length():
     assert one.answers == [pytest.approx([20, 20])] and one.kept == pytest.approx([0.5, 0.5])
     assert three.answers == [pytest.approx([60, 60])]
     assert make_shapes(rows, known, 42)[0].kept == [1, 1]
+
+
+def generating(number, state, seconds):
+    return PlayedEpisode(number, state, 0, None, 1, 10, 0.0, seconds, (("workflow", 0.0), ("generate", seconds)))
+
+
+def test_episodes_that_had_not_ended_are_like_longer_ones():
+    ended = [generating(0, "trained", 1.0), generating(2, "trained", 4.0), generating(4, "failed", 9.0)]
+    running = [generating(number, "running", seconds) for number, seconds in ((1, 3.0), (3, 0.5))]
+    started = sorted((*ended, *running), key=lambda episode: episode.number)
+    found = with_unfinished(started, ended[:2], ["short", "long"])
+    assert found == ["short", "long", "long", "short"], "in their order, without the one that failed"
+
+
+def test_generation_is_counted_in_steps(tmp_path):
+    stats = write_run(tmp_path, "synchronous")
+    recording = read_recording(tmp_path, stats)
+    found, works = in_steps(recording), Simulation(recording).works.episodes
+    assert [[seconds for _, seconds in episode.parts] for episode in found] == works
+    assert [episode.number for episode in found] == [episode.number for episode in recording.started]
