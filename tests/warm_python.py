@@ -56,6 +56,12 @@ PRELOAD = (
     "arealite.cli.server",
     "transformers.models.qwen2.modeling_qwen2",
 )
+SCHEMAS = (
+    ("arealite.api.cli_args", "GRPOConfig"),
+    ("arealite.api.cli_args", "SFTConfig"),
+    ("arealite.launcher.launch_config", "LaunchConfig"),
+    ("arealite.cli.server", "ServerConfig"),
+)
 _PR_SET_PDEATHSIG = 1
 
 _server: subprocess.Popen | None = None
@@ -214,6 +220,10 @@ def _serve(address: str) -> dict[str, Any]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches pytest, which then closes the pipe
     for module in PRELOAD:
         importlib.import_module(module)
+    # Nodes of configuration classes are made once per process.
+    make_schema = importlib.import_module("arealite.utils.config_schema").schema_of
+    for module, name in SCHEMAS:
+        make_schema(getattr(importlib.import_module(module), name))
     # Fork servers of rewards would do it again.
     importlib.import_module("arealite.utils.pools.process_pool").run_preparations()
     _drop_exit_functions()

@@ -22,7 +22,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
 from arealite.utils import rundir
-from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, to_yaml
+from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, to_node
 from arealite.utils.config_schema import schema_of
 
 _CHECK_TIMEOUT_S = 300.0
@@ -92,8 +92,8 @@ class LaunchConfig:
 def read_launch_config(script: str, argv: list[str], has_controller_mode: bool = False) -> LaunchConfig:
     """Load what `argv` configures `script` with. Raises for all that the script would reject."""
     tree = _parse(script) if script.endswith(".py") else None
-    text = _resolve(script, tree, argv) if tree is not None else ""
-    config = _pick_keys(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig))
+    node = _resolve(script, tree, argv) if tree is not None else None
+    config = _pick_keys(load_plain(argv, LaunchConfig) if node is None else node)
     config.reads_datasets = tree is not None and _reads_datasets(tree)
     config.trains_reward_model = tree is not None and _config_class_name(tree) == cli_args.RWConfig.__name__
     if config.controller and not has_controller_mode:
@@ -109,15 +109,15 @@ def find_config_class(script: str) -> type | None:
 
 def resolve_config(script: str, argv: list[str]) -> str:
     """Return the whole configuration of a script as YAML. Raises for all that the script would reject."""
-    text = _resolve(script, _parse(script), argv)
-    if not text:
+    node = _resolve(script, _parse(script), argv)
+    if node is None:
         raise ConfigError(f"{script} loads no configuration: it does not call load_config(argv, CLASS)")
-    return text
+    return OmegaConf.to_yaml(node)
 
 
 def launch_config_of(config: cli_args.BaseExperimentConfig) -> LaunchConfig:
     """Return what a launcher reads of a configuration that is loaded already."""
-    return _pick_keys(OmegaConf.create(to_yaml(config)))
+    return _pick_keys(to_node(config))
 
 
 def _parse(script: str) -> ast.Module:
@@ -129,19 +129,21 @@ def _parse(script: str) -> ast.Module:
         raise ConfigError(f"{script} is not valid Python: line {error.lineno}: {error.msg}") from error
 
 
-def _resolve(script: str, tree: ast.Module, argv: list[str]) -> str:
-    """Return the script's configuration as YAML; empty if it loads none.
+def _resolve(script: str, tree: ast.Module, argv: list[str]) -> DictConfig | None:
+    """Return the script's configuration; None if it loads none.
 
     A class of `arealite.api.cli_args` is loaded here. For any other class the script runs once in check mode, in which
     `load_config` ends the process.
     """
     class_name = _config_class_name(tree)
     if class_name is None:
-        return ""
+        return None
     cls = getattr(cli_args, class_name, None)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        return to_yaml(load_config(argv, cls))
-    return _resolve_in_script(script, argv)
+        return to_node(load_config(argv, cls))
+    node = OmegaConf.create(_resolve_in_script(script, argv))
+    assert isinstance(node, DictConfig)
+    return node
 
 
 def _config_class_name(tree: ast.Module) -> str | None:

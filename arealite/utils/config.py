@@ -133,7 +133,12 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
 
 def to_yaml(config: Any) -> str:
     """Return a configuration as YAML that `--config` reads back, with its API key."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(to_node(config))
+
+
+def to_node(config: Any) -> DictConfig:
+    """Return a configuration as a node without types."""
+    return OmegaConf.create(dataclasses.asdict(config))
 
 
 def private_yaml(config: Any) -> str:
@@ -142,7 +147,7 @@ def private_yaml(config: Any) -> str:
 
 
 def _without_key(config: Any) -> Any:
-    node = config if isinstance(config, DictConfig) else OmegaConf.create(dataclasses.asdict(config))
+    node = config if isinstance(config, DictConfig) else to_node(config)
     has_key = OmegaConf.select(node, "server.api_key") is not None
     return OmegaConf.merge(node, {"server": {"api_key": KEY_REFERENCE}}) if has_key else node
 

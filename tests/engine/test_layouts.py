@@ -42,6 +42,7 @@ def test_combined_layouts_train_like_one_rank(model_dirs, four_ranks, tmp_path, 
     check_like_one_rank(model_dirs[kind], four_ranks, tmp_path, layout)
 
 
+@pytest.mark.soak
 def test_data_tensor_and_context_parallel_on_eight_ranks(model_dirs, tmp_path):
     ranks = Ranks(8)
     try:

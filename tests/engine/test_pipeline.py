@@ -117,7 +117,7 @@ def test_adapters_on_stages_train_like_on_one_rank(two_ranks, four_layers, tmp_p
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "layout", "stages"),
-    [("tied", "d2p2", 1), ("untied", "d2p2", 2), ("tied", "d2p2", 2), ("untied", "p4", 1), ("tied", "p2t2", 2),
+    [("tied", "d2p2", 1), ("untied", "d2p2", 2), ("untied", "p4", 1), ("tied", "p2t2", 2),
      ("untied", "p2c2", 1)],
 )  # fmt: skip
 def test_combined_with_other_parallelism(four_ranks, four_layers, tmp_path, kind, layout, stages):

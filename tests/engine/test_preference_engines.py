@@ -146,7 +146,7 @@ def test_preferences_are_learned(model_dirs, loss):
             engine.train_dpo(batch)
         batch["ref_logp"] = reference
     first = engine.evaluate_dpo(batch)
-    for _ in range(20):
+    for _ in range(10):
         stats = engine.train_dpo(batch)
     change = ((engine.forward(batch)["logp"] - reference) * batch["loss_mask"]).sum(1)
     change, good = (x[batch["pair_ids"] > 0] for x in (change, batch["is_chosen"].bool()))

@@ -29,6 +29,14 @@ def make_adapter(folder, model, seed, **settings):
     return adapted.eval()
 
 
+@pytest.fixture(scope="module")
+def saved_adapter(tmp_path_factory):
+    """An adapter that fits `make_model()`, for tests that only read it or a copy."""
+    folder = tmp_path_factory.mktemp("adapter")
+    make_adapter(folder, make_model(), 1)
+    return folder
+
+
 VARIANTS = {
     "plain": {},
     "rank-stabilised": {"use_rslora": True, "lora_alpha": 3},
@@ -150,23 +158,21 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_bad_adapter_is_rejected_and_the_old_one_stays(change, message, make_engine, tmp_path):
-    model = make_model()
-    make_adapter(tmp_path / "good", model, 1)
-    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+def test_bad_adapter_is_rejected_and_the_old_one_stays(change, message, make_engine, saved_adapter, tmp_path):
+    shutil.copytree(saved_adapter, tmp_path / "bad")
     damage(tmp_path / "bad", change)
-    engine = make_engine(model)
-    engine.update(WeightSource.adapter(str(tmp_path / "good"), 1)).result(30)
+    engine = make_engine(make_model())
+    engine.update(WeightSource.adapter(str(saved_adapter), 1)).result(30)
     before = engine.fingerprint().result(30)
     with pytest.raises(WeightUpdateError, match=message):
         engine.update(WeightSource.adapter(str(tmp_path / "bad"), 2))
     assert engine.fingerprint().result(30) == before and engine.version == 1
-    engine.update(WeightSource.adapter(str(tmp_path / "good"), 2)).result(30)  # the lock is free again
+    engine.update(WeightSource.adapter(str(saved_adapter), 2)).result(30)  # the lock is free again
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null"])
-def test_settings_that_are_not_an_object_are_rejected(content, tmp_path):
-    make_adapter(tmp_path, make_model(), 1)
+def test_settings_that_are_not_an_object_are_rejected(content, saved_adapter, tmp_path):
+    shutil.copytree(saved_adapter, tmp_path, dirs_exist_ok=True)
     (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(WeightUpdateError, match="object"):
         read_adapter(tmp_path)
@@ -179,8 +185,8 @@ SECRET = "do not tell"
     "settings",
     [[SECRET], {"peft_type": SECRET}, {"rank_pattern": SECRET}, {"rank_pattern": {f"({SECRET}": 1}}, {"r": SECRET}],
 )
-def test_a_refusal_does_not_quote_the_settings(settings, tmp_path):
-    make_adapter(tmp_path, make_model(), 1)
+def test_a_refusal_does_not_quote_the_settings(settings, saved_adapter, tmp_path):
+    shutil.copytree(saved_adapter, tmp_path, dirs_exist_ok=True)
     if isinstance(settings, dict):
         settings = json.loads((tmp_path / "adapter_config.json").read_text()) | settings
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))

@@ -105,7 +105,10 @@ def wait_for(condition, timeout_s: float = 360) -> None:
         time.sleep(0.1)
 
 
-def test_dry_run_shows_placement(tmp_path, models, capsys):
+def test_dry_run_shows_placement(tmp_path, models, capsys, monkeypatch):
+    # The script starts as a fork, to be checked.
+    for name, value in warm_start.environment().items():
+        monkeypatch.setenv(name, value)
     argv = arguments(tmp_path, models, 1, "cluster.n_gpus_per_node=8", "controller=true")
     assert ray.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True) == 0
     out = capsys.readouterr().out

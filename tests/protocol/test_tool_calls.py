@@ -261,7 +261,7 @@ def test_pieces_of_calls_are_their_beginnings(style):
         "</tool_call>",
     ]
     parts += [written(form, ("add", B), ("now", {})) for form, _ in FORMS]
-    for _ in range(600):
+    for _ in range(250):
         text = "".join(rng.choices(parts, k=rng.randint(1, 4)))
         thinks = rng.random() < 0.5
         content, sent, splitter = split_in_pieces(

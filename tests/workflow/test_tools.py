@@ -124,12 +124,12 @@ def test_long_texts_are_bounded():
     engine = ScriptedEngine(tokenizer, [call("flood", size=300_000_000), "5"])
     run(make(tokenizer, [scripted.flood], max_tool_chars=50), engine, ROW)
     assert f"<tool_response>\n{'x' * 50}\n[cut off after 50 characters]\n</tool_response>" in engine.prompts[1]
-    # Ten million characters of a model: unfinished and nested calls.
-    text = "<tool_call>" * 900_000
+    # Two million characters of a model: unfinished and nested calls.
+    text = "<tool_call>" * 200_000
     engine = ScriptedEngine(tokenizer, [text, "5"])
     began = time.monotonic()
     batch = run(make(tokenizer, [scripted.add]), engine, ROW)
-    assert batch["input_ids"].shape[1] > 900_000 and time.monotonic() - began < 100
+    assert batch["input_ids"].shape[1] > 200_000 and time.monotonic() - began < 100
 
 
 def test_an_episode_has_an_end():
