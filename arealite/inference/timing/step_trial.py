@@ -9,6 +9,7 @@ state.
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ _MIXED_LOADS = (16, 64)
 # Steps that fill caches and pipelines, and steps that are timed.
 _FILLING_STEPS = {"cpu": 1, "cuda": 3}
 _TIMED_STEPS = {"cpu": 3, "cuda": 4}
+_REPEATS = {"cpu": 1, "cuda": 3}
 _PROMPT_TOKENS, _LONG_PROMPT = 16, {"cpu": 256, "cuda": 1024}
 # Steps of one trial at most, with those that compute prompts.
 _MAX_STEPS = 16
@@ -34,7 +36,8 @@ _MAX_STEPS = 16
 def measure_steps(core: EngineCore, times: StepTimes) -> None:
     """Add steps with 1 sequence and more to `times`, until time is over or the engine is full.
 
-    Those with 16 and 64 sequences are measured for short ones and for different lengths, 64 also for long ones.
+    Those with 16 and 64 sequences are measured for short ones and for different lengths, 64 also for long ones. On GPUs
+    all are repeated, and the fastest count: a trainer that starts on the same GPU makes others slower.
     """
     num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
     blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)
@@ -45,16 +48,21 @@ def measure_steps(core: EngineCore, times: StepTimes) -> None:
     device = core.weights.model.device.type
     longest = min(_LONG_PROMPT[device], core.max_len - _MAX_STEPS) // size * size
     has_room = longest >= 2 * _PROMPT_TOKENS and longest // size + _MIXED_LOADS[-1] * blocks <= num_blocks
-    now = _CLOCK[device]
-    end = now() + _MAX_SECONDS[device]
-    for load in _LOADS[device]:
-        if load > most or now() > end:
-            break
-        _measure(core, times, load, [_PROMPT_TOKENS], end)
+    trials: list[tuple[int, list[int]]] = []
+    for load in (load for load in _LOADS[device] if load <= most):
+        trials.append((load, [_PROMPT_TOKENS]))
         if load in _MIXED_LOADS and has_room and not core.config.deterministic:
-            _measure(core, times, load, _mixed(longest), end)
-            if load == _MIXED_LOADS[-1]:
-                _measure(core, times, load, [longest], end)
+            trials.append((load, _mixed(longest)))
+            trials += [(load, [longest])] if load == _MIXED_LOADS[-1] else []
+    end = _CLOCK[device]() + _MAX_SECONDS[device]
+    best: dict[int, _Steps] = {}
+    for _ in range(_REPEATS[device]):
+        for number, trial in enumerate(trials):
+            found = _measure(core, *trial, end)
+            if found is not None and (number not in best or found.seconds < best[number].seconds):
+                best[number] = found
+    for found in best.values():
+        times.add(*found)
     core.scheduler.reset()
     core.post.generated_tokens = 0
 
@@ -64,10 +72,23 @@ def _mixed(longest: int) -> list[int]:
     return [max(1, min(longest, round(-longest / 3 * math.log(1 - (i + 0.5) / 8)))) for i in range(8)]
 
 
-def _measure(core: EngineCore, times: StepTimes, load: int, prompts: Sequence[int], end: float) -> None:
+class _Steps(NamedTuple):
+    """What `StepTimes.add` takes."""
+
+    sequences: int
+    prompt_tokens: int
+    seconds: float
+    cpu_s: float
+    context: Context
+    steps: int
+
+
+def _measure(core: EngineCore, load: int, prompts: Sequence[int], end: float) -> _Steps | None:
     """Time steps of `load` sequences after prompts of these lengths, each the start of the longest."""
     device = core.weights.model.device.type
     now = _CLOCK[device]
+    if now() > end:
+        return None
     tokens = (np.arange(1, max(prompts) + 1) * 7919 % core.shape.vocab_size).tolist()
     params = SamplingParams(n=load // len(prompts), max_new_tokens=_MAX_STEPS, ignore_eos=True, sampling_seed=0)
     requests = [Request(tokens[:length], params) for length in prompts]
@@ -76,7 +97,7 @@ def _measure(core: EngineCore, times: StepTimes, load: int, prompts: Sequence[in
     _fill(core, load, _FILLING_STEPS[device])
     before, cpu_s, began = core.post.generated_tokens, time.thread_time(), time.perf_counter()
     steps, contexts = 0, []
-    while steps < _TIMED_STEPS[device] and now() < end and not requests[0].future.done():
+    while steps < _TIMED_STEPS[device] and not requests[0].future.done():
         core.step()
         contexts.append(core.context)
         steps += 1
@@ -85,9 +106,10 @@ def _measure(core: EngineCore, times: StepTimes, load: int, prompts: Sequence[in
     for request in requests:
         core.abort(request.rid)
     # Otherwise sequences waited, or the model's values were not finite.
-    if steps and made == steps * load:
-        context = Context(*(sum(values) / steps for values in zip(*contexts, strict=True)))
-        times.add(load, 0, seconds, cpu_s, context, steps)
+    if steps == 0 or made != steps * load:
+        return None
+    context = Context(*(sum(values) / steps for values in zip(*contexts, strict=True)))
+    return _Steps(load, 0, seconds, cpu_s, context, steps)
 
 
 def _fill(core: EngineCore, load: int, num_steps: int) -> None:
