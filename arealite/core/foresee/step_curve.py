@@ -98,15 +98,13 @@ def _length_costs(use: ServerUse) -> tuple[float, float]:
         base = short.setdefault(step.load, step)
         if step.seconds - base.seconds > _NOTICEABLE * base.seconds:
             context_s = (step.seconds - base.seconds) / (step.context - base.context)
-    # What steps of different lengths take beyond that. A part of it does not depend on the number of sequences.
-    extra = [(0.0, 0.0)]
+    # What steps of different lengths take beyond that.
+    spread_s = 0.0
     for step in sorted(step for step in steps if 4 * step.spread > step.context and step.load in short):
         base = short[step.load]
         extra_s = step.seconds - base.seconds - context_s * (step.context - base.context)
-        if extra_s > _NOTICEABLE * base.seconds:
-            extra.append((step.spread, extra_s))
-    (spread, seconds), (most, most_s) = extra[-2:] if len(extra) > 1 else [(0.0, 0.0), (1.0, 0.0)]
-    return context_s, max(0.0, (most_s - seconds) / (most - spread))
+        spread_s = extra_s / step.spread if extra_s > _NOTICEABLE * base.seconds else 0.0
+    return context_s, spread_s
 
 
 def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s: float) -> list[tuple[float, float]]:

@@ -18,15 +18,15 @@ from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.timing.step_times import Context, StepTimes
 
 # Of the whole trial, and the clock that counts them. On CPU a trainer starts on the same cores meanwhile.
-_MAX_SECONDS = {"cpu": 0.4, "cuda": 0.6}
+_MAX_SECONDS = {"cpu": 0.5, "cuda": 0.6}
 _CLOCK = {"cpu": time.thread_time, "cuda": time.perf_counter}
 # Sequences of a step. On CPU kernels change between 8 and 16.
 _LOADS = {"cpu": (1, 4, 8, 16, 64), "cuda": tuple(1 << i for i in range(16))}
-# Those with which different lengths are measured, too. With the last one also long contexts.
-_MIXED_LOADS = (16, 64)
+# Those with which long contexts and different lengths are measured, too.
+_CONTEXT_LOAD = 64
 # Steps that fill caches and pipelines, and steps that are timed.
 _FILLING_STEPS = {"cpu": 1, "cuda": 3}
-_TIMED_STEPS = {"cpu": 3, "cuda": 4}
+_TIMED_STEPS = {"cpu": 5, "cuda": 4}
 _REPEATS = {"cpu": 1, "cuda": 3}
 _PROMPT_TOKENS, _LONG_PROMPT = 16, {"cpu": 256, "cuda": 1024}
 # Steps of one trial at most, with those that compute prompts.
@@ -36,8 +36,8 @@ _MAX_STEPS = 16
 def measure_steps(core: EngineCore, times: StepTimes) -> None:
     """Add steps with 1 sequence and more to `times`, until time is over or the engine is full.
 
-    Those with 16 and 64 sequences are measured for short ones and for different lengths, 64 also for long ones. On GPUs
-    all are repeated, and the fastest count: a trainer that starts on the same GPU makes others slower.
+    Those with 64 sequences are measured three times: short ones, long ones, and of different lengths. On GPUs all are
+    repeated, and the fastest count: a trainer that starts on the same GPU makes others slower.
     """
     num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
     blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)
@@ -47,13 +47,12 @@ def measure_steps(core: EngineCore, times: StepTimes) -> None:
         return
     device = core.weights.model.device.type
     longest = min(_LONG_PROMPT[device], core.max_len - _MAX_STEPS) // size * size
-    has_room = longest >= 2 * _PROMPT_TOKENS and longest // size + _MIXED_LOADS[-1] * blocks <= num_blocks
+    has_room = longest >= 2 * _PROMPT_TOKENS and longest // size + _CONTEXT_LOAD * blocks <= num_blocks
     trials: list[tuple[int, list[int]]] = []
     for load in (load for load in _LOADS[device] if load <= most):
         trials.append((load, [_PROMPT_TOKENS]))
-        if load in _MIXED_LOADS and has_room and not core.config.deterministic:
-            trials.append((load, _mixed(longest)))
-            trials += [(load, [longest])] if load == _MIXED_LOADS[-1] else []
+        if load == _CONTEXT_LOAD and has_room and not core.config.deterministic:
+            trials += [(load, _mixed(longest)), (load, [longest])]
     end = _CLOCK[device]() + _MAX_SECONDS[device]
     best: dict[int, _Steps] = {}
     for _ in range(_REPEATS[device]):
@@ -95,21 +94,26 @@ def _measure(core: EngineCore, load: int, prompts: Sequence[int], end: float) ->
     for request in requests:
         core.add(request)
     _fill(core, load, _FILLING_STEPS[device])
-    before, cpu_s, began = core.post.generated_tokens, time.thread_time(), time.perf_counter()
-    steps, contexts = 0, []
-    while steps < _TIMED_STEPS[device] and not requests[0].future.done():
+    before, contexts = core.post.generated_tokens, []
+    times = [(time.perf_counter(), time.thread_time())]
+    while len(contexts) < _TIMED_STEPS[device] and not requests[0].future.done():
         core.step()
         contexts.append(core.context)
-        steps += 1
-    seconds, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_s
-    made = core.post.generated_tokens - before
+        times.append((time.perf_counter(), time.thread_time()))
+    steps, made = len(contexts), core.post.generated_tokens - before
     for request in requests:
         core.abort(request.rid)
     # Otherwise sequences waited, or the model's values were not finite.
     if steps == 0 or made != steps * load:
         return None
     context = Context(*(sum(values) / steps for values in zip(*contexts, strict=True)))
+    seconds, cpu_s = (_total(np.diff(values), device) for values in zip(*times, strict=True))
     return _Steps(load, 0, seconds, cpu_s, context, steps)
+
+
+def _total(seconds: np.ndarray, device: str) -> float:
+    """Return the seconds of all steps: on CPU by their median, because others disturb them; on GPUs they overlap."""
+    return float(seconds.sum() if device == "cuda" else len(seconds) * np.median(seconds))
 
 
 def _fill(core: EngineCore, load: int, num_steps: int) -> None:

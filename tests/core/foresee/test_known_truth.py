@@ -102,12 +102,9 @@ def test_costs_of_lengths_come_from_steps_of_one_load():
     def step(load, length, differ, seconds):
         return StepTime(2, 2 * load, 0, 2 * seconds, 2 * seconds, 2 * load * length, 2 * load * differ)
 
-    # 1 ms a token of context and 2 ms of spread; different lengths take half a second, whatever the load.
-    measured = ((16, 100, 0), (16, 150, 200), (64, 100, 0), (64, 150, 200), (64, 400, 0))
-    trial = [
-        step(n, length, differ, n + n * (1e-3 * length + 2e-3 * differ) + 0.5 * (differ > 0))
-        for n, length, differ in measured
-    ]
+    # 1 ms a token of context and 2 ms of spread.
+    measured = ((16, 100, 0), (64, 100, 0), (64, 150, 200), (64, 400, 0))
+    trial = [step(n, length, differ, n + n * (1e-3 * length + 2e-3 * differ)) for n, length, differ in measured]
     run = [step(200, 100, 0, 220.0), step(260, 200, 100, 260 * 1.4)]
     curve = fit_step_curve(ServerUse(run, 1.0, trial))
     assert (curve.context_s, curve.spread_s) == pytest.approx((1e-3, 2e-3))
