@@ -112,7 +112,10 @@ def _measure(core: EngineCore, load: int, prompts: Sequence[int], end: float) ->
 
 
 def _total(seconds: np.ndarray, device: str) -> float:
-    """Return the seconds of all steps: on CPU by their median, because others disturb them; on GPUs they overlap."""
+    """Return the seconds of all steps.
+
+    On CPU the median leaves out those that others disturbed. On GPUs steps overlap.
+    """
     return float(seconds.sum() if device == "cuda" else len(seconds) * np.median(seconds))
 
 
