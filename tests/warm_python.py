@@ -56,12 +56,6 @@ PRELOAD = (
     "arealite.cli.server",
     "transformers.models.qwen2.modeling_qwen2",
 )
-SCHEMAS = (
-    ("arealite.api.cli_args", "GRPOConfig"),
-    ("arealite.api.cli_args", "SFTConfig"),
-    ("arealite.launcher.launch_config", "LaunchConfig"),
-    ("arealite.cli.server", "ServerConfig"),
-)
 _PR_SET_PDEATHSIG = 1
 
 _server: subprocess.Popen | None = None
@@ -220,12 +214,7 @@ def _serve(address: str) -> dict[str, Any]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches pytest, which then closes the pipe
     for module in PRELOAD:
         importlib.import_module(module)
-    # Nodes of configuration classes are made once per process.
-    make_schema = importlib.import_module("arealite.utils.config_schema").schema_of
-    for module, name in SCHEMAS:
-        make_schema(getattr(importlib.import_module(module), name))
-    # Fork servers of rewards would do it again.
-    importlib.import_module("arealite.utils.pools.process_pool").run_preparations()
+    _fill_caches()
     _drop_exit_functions()
     gc.collect()
     gc.freeze()
@@ -255,6 +244,18 @@ def _serve(address: str) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 connection.sendall(str(code).encode())
             connection.close()
+
+
+def _fill_caches() -> None:
+    """Do what each fork would do again, once."""
+    make_schema = importlib.import_module("arealite.utils.config_schema").schema_of
+    arguments: Any = importlib.import_module("arealite.api.cli_args")
+    for cls in (arguments.GRPOConfig, arguments.SFTConfig, arguments.ServerConfig):
+        make_schema(cls)
+    # The first model that a process loads compiles 800 regular expressions.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen2")
+    importlib.import_module("arealite.utils.model_config")._known_families()
+    importlib.import_module("arealite.utils.pools.process_pool").run_preparations()
 
 
 def _drop_exit_functions() -> None:
