@@ -249,9 +249,8 @@ def _serve(address: str) -> dict[str, Any]:
 def _fill_caches() -> None:
     """Do what each fork would do again, once."""
     make_schema = importlib.import_module("arealite.utils.config_schema").schema_of
-    arguments: Any = importlib.import_module("arealite.api.cli_args")
-    for cls in (arguments.GRPOConfig, arguments.SFTConfig, arguments.ServerConfig):
-        make_schema(cls)
+    for name in ("GRPOConfig", "SFTConfig", "ServerConfig"):
+        make_schema(getattr(importlib.import_module("arealite.api.cli_args"), name))
     # The first model that a process loads compiles 800 regular expressions.
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen2")
     importlib.import_module("arealite.utils.model_config")._known_families()
