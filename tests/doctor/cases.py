@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,9 @@ def engine(model: str, **settings: Any) -> Engine:
     return made
 
 
-def requests(server: Engine, count: int, tokens: int) -> None:
-    for i in range(count):
-        server.submit(Request([5 + i, 6, 7], SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
+def requests(server: Engine, count: int, tokens: int) -> list[Future]:
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    return [server.submit(Request([5 + i, 6, 7], params)) for i in range(count)]
 
 
 async def forever_async(_: Any = None) -> None:
@@ -185,9 +186,8 @@ def slow_server(run_dir: Path, model: str) -> None:
 
         def load() -> None:
             while True:
-                requests(server, 2, 400)
-                while server.scheduler.has_work:
-                    time.sleep(0.05)
+                for future in requests(server, 2, 400):
+                    future.result()
 
         threading.Thread(target=load, daemon=True).start()
 
@@ -279,10 +279,12 @@ def kv_full(run_dir: Path, model: str) -> None:
         server.core.step = lambda: (time.sleep(0.02), step())  # type: ignore[method-assign]
 
         def load() -> None:
+            open_requests: list[Future] = []
             while True:
-                requests(server, 8, 450)
-                while server.scheduler.num_waiting + server.scheduler.num_running > 4:
+                open_requests += requests(server, 8, 450)
+                while len(open_requests) > 4:
                     time.sleep(0.05)
+                    open_requests = [future for future in open_requests if not future.done()]
 
         threading.Thread(target=load, daemon=True).start()
 
