@@ -33,15 +33,15 @@ def noisy_model_dirs(tmp_path_factory):
     return {kind: make_model(root / kind, kind) for kind in NOISY_MODELS}
 
 
-@pytest.fixture(scope="session")
+# The groups of a test stay, with threads: ranks of the whole session would become slower and slower.
+@pytest.fixture(scope="module")
 def two_ranks():
-    """Two ranks for all tests: in new ones, the first step of DTensor takes a second."""
     ranks = Ranks(2)
     yield ranks
     ranks.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks():
     ranks = Ranks(4)
     yield ranks
