@@ -67,8 +67,8 @@ def forward_grouped(experts: Any, hidden: torch.Tensor, index: torch.Tensor, sha
         BN=64,
         **tuning,
     )
-    # Pairs of other ranks are not written.
-    make = torch.zeros if experts._is_expert_parallel else torch.empty
+    # Pairs of other ranks are not written. Transformers 5.17 has no such attribute.
+    make = torch.zeros if getattr(experts, "_is_expert_parallel", False) else torch.empty
     out = make(num_tokens, top_k, size, dtype=hidden.dtype, device=hidden.device)
     kernels.down_experts_kernel[(tiles, triton.cdiv(size, 128))](
         *_operands(experts, "down_proj", gated), shares.contiguous(), order, ends, out, num_experts, size, inner,
