@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.loading import ModelShape, choose_cache_dtype
+from arealite.inference.scheduler import Chunk
 from tests.inference.conftest import forward_logprobs, generate, make_model, prompts, submit
 from tests.inference.test_cuda_runner import GPU, SCALE, make_engine  # noqa: F401 (a fixture)
 
@@ -28,15 +30,13 @@ LENGTHS = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize(("block_size", "fp8"), [(4, False), (32, False), (4, True)])
-def test_runs_equal_plain_attention(name, block_size, fp8, monkeypatch):
-    runs = pytest.importorskip("arealite.inference.cuda.runs")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def fill_cache(lengths, block_size, fp8):
+    """A cache with random content, the same in float32 [2, num_blocks, BS, HKV, D], and a table of blocks."""
     from arealite.inference.cuda.cache import DeviceCache
 
-    lengths, counts = LENGTHS[name]
     torch.manual_seed(0)
     width = -(-max(lengths) // block_size)
     num_blocks = len(lengths) * width + 1
@@ -44,37 +44,84 @@ def test_runs_equal_plain_attention(name, block_size, fp8, monkeypatch):
     shape = ModelShape(1, KV_HEADS, DIM, 8, 512, ())
     cache = DeviceCache(shape, num_blocks, block_size, cache_type, DEVICE)
     cache.data.copy_(torch.randn(cache.data.shape) * (50 if fp8 else 1))
-    exact = cache.data[0].float()  # [2, num_blocks, BS, HKV, D]
+    exact = cache.data[0].float()
     if cache.scales is not None:
         exact[1] = cache.values[0].float().permute(0, 3, 1, 2)
         for scale in cache.scales[0]:
             scale.copy_(torch.rand(scale.shape) * 0.05)
         exact = exact * torch.stack(cache.scales[0]).transpose(2, 3)[..., None]
     table = (torch.randperm(num_blocks - 1)[: len(lengths) * width].view(-1, width) + 1).int().to(DEVICE)
-    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return cache, exact, table
+
+
+def place(lengths, counts):
+    """Rows and positions of the last `counts` tokens of each sequence, and random queries."""
     rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int().to(DEVICE)
     places = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
-    positions = torch.cat(places).int().to(DEVICE)
-    q = torch.randn(len(rows), KV_HEADS * GROUP, DIM, device=DEVICE)
+    return rows, torch.cat(places).int().to(DEVICE), torch.randn(len(rows), KV_HEADS * GROUP, DIM, device=DEVICE)
+
+
+def check_attention(out, exact, table, rows, positions, q, atol):
+    out = out.cpu()
+    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        keys, values = exact[:, table[row].long()].flatten(1, 2)[:, : position + 1].cpu()
+        heads = q[i].cpu().view(KV_HEADS, GROUP, DIM)
+        weight = torch.softmax(torch.einsum("hgd,nhd->hgn", heads, keys) * DIM**-0.5, -1)
+        expected = torch.einsum("hgn,nhd->hgd", weight, values).flatten(0, 1)
+        torch.testing.assert_close(out[i], expected, atol=atol, rtol=atol)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("block_size", "fp8"), [(4, False), (32, False), (4, True)])
+def test_runs_equal_plain_attention(name, block_size, fp8, monkeypatch):
+    runs = pytest.importorskip("arealite.inference.cuda.runs")
+    lengths, counts = LENGTHS[name]
+    cache, exact, table = fill_cache(lengths, block_size, fp8)
+    rows, positions, q = place(lengths, counts)
     items = {}
     if max(counts) > 1:
+        starts = [sum(counts[:i]) for i in range(len(counts))]
         first, count = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, counts))
         items = {"first": first, "count": count, "max_count": max(counts)}
     monkeypatch.setattr(runs, "_MIN_TILES", 1)
     plan = runs.plan_runs(positions, KV_HEADS, runs.Tuning(16, 2, 4, 1), **items)
     scales = cache.scales[0] if cache.scales else None
     scale = DIM**-0.5 * 1.4426950408889634
-    out = runs.attend_runs(q, cache.keys[0], cache.values[0], scales, rows, positions, table, plan, scale, None).cpu()
-    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        keys, values = exact[:, table[row].long()].flatten(1, 2)[:, : position + 1].cpu()
-        heads = q[i].cpu().view(KV_HEADS, GROUP, DIM)
-        weight = torch.softmax(torch.einsum("hgd,nhd->hgn", heads, keys) * DIM**-0.5, -1)
-        expected = torch.einsum("hgn,nhd->hgd", weight, values).flatten(0, 1)
-        torch.testing.assert_close(out[i], expected, atol=2e-3 if fp8 else 1e-4, rtol=2e-3 if fp8 else 1e-4)
+    out = runs.attend_runs(q, cache.keys[0], cache.values[0], scales, rows, positions, table, plan, scale, None)
+    check_attention(out, exact, table, rows, positions, q, 2e-3 if fp8 else 1e-4)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
+@pytest.mark.parametrize(("block_size", "fp8"), [(4, False), (32, False), (4, True)])
+def test_prefill_equals_plain_attention(block_size, fp8):
+    """Whole prompts, the next part of a long one, and one token."""
+    ops = pytest.importorskip("arealite.inference.cuda.ops")
+    from arealite.inference.cuda.packing import pack_chunks
+
+    lengths, counts = [40, 1, 137, 300], [40, 1, 137, 90]
+    cache, exact, table = fill_cache(lengths, block_size, fp8)
+    rows, positions, q = place(lengths, counts)
+    chunks = [Chunk(i, n - c, n) for i, (n, c) in enumerate(zip(lengths, counts, strict=True))]
+    slots = SimpleNamespace(num_slots=4, tokens=np.zeros((4, 300), np.int32))
+    tile_tokens, n = ops.tokens_per_tile(GROUP), len(rows)
+    data = torch.from_numpy(pack_chunks(slots, chunks, n, 12, tile_tokens)).to(DEVICE)
+    assert torch.equal(data[n : 3 * n].view(2, n), torch.stack([rows, positions]))
+    first, count = data[3 * n :].view(2, 12)
+    assert count.sum() == n
+    assert positions[first[0]] + count[0] == 300  # the longest context comes first
+    batch = ops.DeviceBatch(
+        cache.keys, cache.values, table, rows, positions, tile_first=first, tile_count=count, scales=cache.scales
+    )
+    check_attention(
+        ops.attend(q, batch, 0, DIM**-0.5, None), exact, table, rows, positions, q, 2e-3 if fp8 else 1e-4
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_triton
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("num_kv", "group", "dim"), [(2, 7, 64), (2, 6, 128), (8, 4, 128), (1, 8, 256), (3, 3, 80)])
 def test_fp8_cache_holds_what_was_written(num_kv, group, dim, fused):
@@ -108,7 +155,7 @@ def use_runs(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-window", "gemma2-softcap"])
 def test_greedy_equals_generate_in_long_contexts(family, make_engine, monkeypatch):  # noqa: F811
     use_runs(monkeypatch)
@@ -124,7 +171,7 @@ def test_greedy_equals_generate_in_long_contexts(family, make_engine, monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("fused", [True, False])
 def test_cache_in_fp8_changes_logprobs_little(fused, make_engine, monkeypatch):  # noqa: F811
     if not fused:
@@ -141,7 +188,7 @@ def test_cache_in_fp8_changes_logprobs_little(fused, make_engine, monkeypatch): 
         assert 0 < delta.abs().mean() < 0.25
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_runs_are_used_where_they_are_faster():
     from arealite.inference.cuda.runs import is_faster_in_runs
 

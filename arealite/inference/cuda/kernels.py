@@ -249,11 +249,12 @@ def load_fp8_scales(
 @triton.jit
 def fold_tile(
     acc, peak, total, q, k, v, key_scale, value_scale, seen, scale, softcap,
-    PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+    PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Add a tile of keys and values to the running softmax of the queries: new `acc`, `peak`, `total`.
 
-    With SCALED, keys [N, D] and values [D, N] are in FP8 and `q` in float16, which holds FP8 exactly.
+    With SCALED, keys [N, D] and values [D, N] are in FP8 and `q` in float16, which holds FP8 exactly. With MASKED, a
+    query uses the keys that it has `seen`, else all.
     """
     if PRECISE:
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -263,9 +264,12 @@ def fold_tile(
         score = score * key_scale[None, :]
     if SOFTCAP:
         score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 / softcap))))  # tanh
-    score = tl.where(seen, score, float("-inf"))
+    if MASKED:
+        score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
-    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    anchor = higher
+    if MASKED:
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - anchor[:, None])
     fade = tl.exp2(peak - anchor)
     total = total * fade + tl.sum(weight, 1)

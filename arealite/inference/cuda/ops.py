@@ -12,12 +12,14 @@ import torch
 import triton
 
 from arealite.inference.cuda import kernels as _kernels
+from arealite.inference.cuda import prompt_kernels as _prompt_kernels
 from arealite.inference.cuda import sample_kernels as _sample_kernels
 from arealite.inference.cuda.runs import RunPlan, aligned_tokens, attend_runs
 from arealite.inference.fp8 import FP8, Quantized
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 kernels: Any = _kernels
+prompt_kernels: Any = _prompt_kernels
 sample_kernels: Any = _sample_kernels
 LOG2_E = 1.4426950408889634
 _PARTS = 16  # of the vocabulary, sampled in parallel
@@ -155,12 +157,40 @@ def attend(
 
     `softcap` bounds the scores by c·tanh(score / c); `sinks` [H] are scores of a key without a value.
     """
+    if window is None and sinks is None and batch.tile_first is not None:
+        return _attend_prompts(q, batch, layer, scale, softcap)
     if batch.plan is None or window is not None or sinks is not None:
         return _attend_tiles(q, batch, layer, scale, window, softcap, sinks)
     scales = batch.scales[layer] if batch.scales else None
     cap = None if softcap is None else softcap * LOG2_E
     at = batch.rows, batch.positions, batch.table
     return attend_runs(q, batch.keys[layer], batch.values[layer], scales, *at, batch.plan, scale * LOG2_E, cap)
+
+
+def _attend_prompts(
+    q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention of a prefill without windows and sinks."""
+    keys, values = batch.keys[layer], batch.values[layer]
+    scales = batch.scales[layer] if batch.scales else None
+    n, num_heads, dim = q.shape
+    block_size, num_kv = keys.shape[1:3]
+    group = num_heads // num_kv
+    out = torch.empty(n, num_heads, dim, dtype=q.dtype, device=q.device)
+    first, count = batch.tile_first, batch.tile_count
+    assert first is not None and count is not None
+    precise = q.dtype == torch.float32 and scales is None
+    key_scales, value_scales = scales or (out, out)
+    prompt_kernels.attend_prompt_kernel[(num_kv, first.shape[0])](
+        q, keys, values, key_scales, value_scales, out, batch.rows, batch.positions, batch.table, first, count,
+        batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
+        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BS=block_size,
+        ALIGNED=aligned_tokens(block_size),
+        BLOCK_M=max(16, triton.next_power_of_2(tokens_per_tile(group) * group)),
+        BLOCK_N=32 if precise else 64, STAGES=2 if precise else 3,
+        PRECISE=precise, SOFTCAP=softcap is not None, SCALED=scales is not None, num_warps=8,
+    )  # fmt: skip
+    return out
 
 
 def _attend_tiles(

@@ -7,7 +7,10 @@ from arealite.inference.slots import SlotTable
 
 
 def pack_chunks(slots: SlotTable, chunks: list[Chunk], n: int, tiles: int, tile_tokens: int) -> np.ndarray:
-    """Ids, rows and positions of `n` tokens, then first token and number of tokens of each tile."""
+    """Ids, rows and positions of `n` tokens, then first token and number of tokens of each tile.
+
+    Tiles with long contexts come first, so that none of them starts when others have ended.
+    """
     data = np.zeros(3 * n + 2 * tiles, np.int32)
     ids, rows, positions = data[: 3 * n].reshape(3, n)
     first, count = data[3 * n :].reshape(2, tiles)
@@ -24,4 +27,6 @@ def pack_chunks(slots: SlotTable, chunks: list[Chunk], n: int, tiles: int, tile_
         count[tile : tile + len(starts)] = np.minimum(tile_tokens, size - starts)
         tile += len(starts)
         offset += size
+    order = np.argsort(-positions[first[:tile]], kind="stable")
+    first[:tile], count[:tile] = first[:tile][order], count[:tile][order]
     return data
