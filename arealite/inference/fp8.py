@@ -78,6 +78,10 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)  # [N]
         self.bias, self._sum_ranks = bias, sum_ranks
 
+    @property
+    def sums_ranks(self) -> bool:
+        return self._sum_ranks is not None
+
     @classmethod
     def of(cls, linear: nn.Linear | RowLinear) -> Fp8Linear:
         """The layer with its weight quantized."""

@@ -7,7 +7,6 @@ tensors, so that weight updates in place reach both. It equals the Hugging Face 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers.activations import ACT2FN
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.experts import use_grouped_kernels
 from arealite.inference.cuda.ops import DeviceBatch
+from arealite.inference.cuda.split_k import Parts, Product, split_linear, split_product
 from arealite.inference.fp8 import Fp8Linear
 from arealite.inference.llama_like import attention_window, body_of, is_llama_like
 
@@ -43,7 +43,7 @@ class FusedDecoder:
         self.residual_type = torch.float32
         self.layers = [_FusedLayer(layer) for layer in self.body.layers]
         # Weights are in FP8, and activations are quantized by the kernels that make them.
-        self.fp8 = isinstance(self.layers[0].out, Fp8Linear)
+        self.fp8 = isinstance(self.body.layers[0].self_attn.o_proj, Fp8Linear)
         # Cosines and sines, [max_len + 1, D]
         self.tables = self.angles(torch.arange(max_len + 1, device=self.head.weight.device)[None])
 
@@ -116,8 +116,8 @@ class _FusedLayer:
         self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.norm1.variance_epsilon
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.qkv = _join_layers(projections)
-        self.out = attention.o_proj
+        self.qkv = _join_layers(projections, adds_parts=True)
+        self.out = split_linear(attention.o_proj)
         self.scale = attention.scaling
         self.window = attention_window(attention)
         self.head_norms = None
@@ -130,11 +130,12 @@ class _Mlp:
     """A SiLU gate as two products; with `fp8`, of quantized tokens."""
 
     def __init__(self, mlp: Any):
-        self.gate_up, self.down = _join_layers([mlp.gate_proj, mlp.up_proj]), mlp.down_proj
-        self.fp8 = isinstance(self.down, Fp8Linear)
+        self.gate_up = _join_layers([mlp.gate_proj, mlp.up_proj], adds_parts=False)
+        self.down = split_linear(mlp.down_proj)
+        self.fp8 = isinstance(mlp.down_proj, Fp8Linear)
         assert isinstance(mlp.act_fn, type(ACT2FN["silu"]))
 
-    def __call__(self, x: Any) -> torch.Tensor:
+    def __call__(self, x: Any) -> torch.Tensor | Parts:
         return self.down(cuda_ops.silu_mul(self.gate_up(x), self.fp8))
 
 
@@ -150,13 +151,15 @@ class _Experts:
         return self.block(x[None])[0]
 
 
-def _join_layers(layers: list[Any]) -> Callable[[Any], torch.Tensor]:
+def _join_layers(layers: list[Any], adds_parts: bool) -> Product:
     """One product for several layers with the same input, which is quantized if they are in FP8."""
     if isinstance(layers[0], Fp8Linear):
-        return Fp8Linear.join(layers)
+        joined = Fp8Linear.join(layers)
+        return split_product(joined, joined.weight, joined.bias, adds_parts)
     has_bias = layers[0].bias is not None
     bias = _join([layer.bias for layer in layers]) if has_bias else None
-    return partial(F.linear, weight=_join([layer.weight for layer in layers]), bias=bias)
+    weight = _join([layer.weight for layer in layers])
+    return split_product(partial(F.linear, weight=weight, bias=bias), weight, bias, adds_parts)
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from arealite.inference.cuda.functions import fp8_scale, load_fp8_scales, load_fp8_values, sum_parts, write_fp8_values
 
 
 @triton.jit
@@ -20,16 +23,23 @@ def times(a, b):
 
 @triton.jit
 def add_norm_kernel(
-    delta_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, size, eps,
-    HAS_DELTA: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    delta_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, size, eps, part_stride,
+    HAS_DELTA: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """residual += delta; out = RMSNorm(residual) * weight; with SCALED in FP8. One program per token."""
+    """residual += delta; out = RMSNorm(residual) * weight; with SCALED in FP8. One program per token.
+
+    With PARTS > 1, `delta` is a sum of so many parts. For EARLY see `split_kernels`.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     inside = at < size
     x = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
     if HAS_DELTA:
-        delta = tl.load(delta_ptr + row + at, mask=inside, other=0.0)
+        to = weight_ptr.dtype.element_ty
+        delta = sum_parts(delta_ptr, weight_ptr, row + at, at, inside, part_stride, PARTS, False, to)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + row + at, x, mask=inside)
     wide = x.to(tl.float32)
@@ -62,12 +72,6 @@ def silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fp8_scale(largest):
-    """The scale that maps the largest number of a vector to the largest one of FP8 (e4m3)."""
-    return tl.where(largest > 0.0, tl.maximum(largest / 448.0, 1e-30), 1.0)
-
-
-@triton.jit
 def quantize_kernel(x_ptr, out_ptr, scale_ptr, size, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """Quantize tokens to FP8 with a scale each. One program per token.
 
@@ -94,47 +98,38 @@ def quantize_kernel(x_ptr, out_ptr, scale_ptr, size, GATED: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def write_fp8_values(
-    source_ptr, head_stride, value_ptr, scale_ptr, block, offset,
-    HKV: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Write the values of one token, and their scales, to a cache in FP8.
-
-    Its blocks hold values as [HKV, D, BS].
-    """
-    head = tl.arange(0, HEADS)[:, None]
-    at = tl.arange(0, WIDTH)[None, :]
-    inside = (head < HKV) & (at < D)
-    # Loaded by the threads that store them: Triton 3.6 exchanges single bytes between threads wrongly.
-    source = tl.max_contiguous(source_ptr + head * head_stride + at, [1, 1])
-    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    scale = fp8_scale(tl.max(tl.abs(x), 1))[:, None]
-    first = (block * HKV + head) * BS + offset
-    tl.store(scale_ptr + first + at, scale, mask=inside & (at == 0))
-    cell = ((block * HKV + head) * D + at) * BS + offset
-    tl.store(value_ptr + cell, (x / scale).to(value_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def rope_write_kernel(
-    qkv_ptr, row_ptr, pos_ptr, rope_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
-    key_scale_ptr, value_scale_ptr, table_ptr, table_stride, eps,
+    qkv_ptr, bias_ptr, q_ptr, row_ptr, pos_ptr, rope_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
+    key_scale_ptr, value_scale_ptr, table_ptr, table_stride, eps, part_stride,
+    PARTS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries (in place) and keys, and write keys and values to the cache. One program per token.
+    """Rotate queries (into `q_ptr`) and keys, and write keys and values to the cache. One program per token.
 
     `HEADS`, `KV_HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads, HKV heads and D / 2 numbers. With
     `MOVED`, `rope_ptr` has the row of each token in the tables of angles; else that is its position. With SCALED the
-    cache is in FP8, each head of a token has a scale, and values lie [HKV, D, BS] in a block.
+    cache is in FP8, each head of a token has a scale, and values lie [HKV, D, BS] in a block. With PARTS > 1, `qkv` is
+    a sum of so many parts. For EARLY see `split_kernels`.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF)[None, :]
     inside = (head < H + 2 * HKV) & (at < D // 2)
-    base = qkv_ptr + token * (H + 2 * HKV) * D + head * D + at
-    low = tl.load(base, mask=inside, other=0.0)
-    high = tl.load(base + D // 2, mask=inside, other=0.0)
+    of_token = token * (H + 2 * HKV) * D
+    place = head * D + at
+    number = q_ptr.dtype.element_ty
+    low = sum_parts(
+        qkv_ptr + of_token, bias_ptr, place, place, inside, part_stride, PARTS, BIASED, number
+    )  # fmt: skip
+    place += D // 2
+    high = sum_parts(
+        qkv_ptr + of_token, bias_ptr, place, place, inside, part_stride, PARTS, BIASED, number
+    )  # fmt: skip
+    base = q_ptr + of_token + head * D + at
     is_query = head < H
     is_value = head >= H + HKV
     if NORM:
@@ -179,9 +174,10 @@ def rope_write_kernel(
     tl.store(to_key, turned_low.to(key_ptr.dtype.element_ty), mask=is_key)
     tl.store(to_key + D // 2, turned_high.to(key_ptr.dtype.element_ty), mask=is_key)
     if SCALED:
-        values = qkv_ptr + (token * (H + 2 * HKV) + H + HKV) * D
+        skipped = (H + HKV) * D
         write_fp8_values(
-            values, D, value_ptr, value_scale_ptr, block, pos % BS, HKV, D, BS, KV_HEADS, 2 * HALF
+            qkv_ptr + of_token + skipped, bias_ptr + skipped, part_stride, D, value_ptr, value_scale_ptr, block,
+            pos % BS, PARTS, BIASED, HKV, D, BS, KV_HEADS, 2 * HALF,
         )  # fmt: skip
     else:
         to_value = value_ptr + cell + (head - H - HKV) * D + at
@@ -205,7 +201,10 @@ def write_cache_kernel(
     block = tl.load(table_ptr + row * table_stride + pos // BS).to(tl.int64)
     source_ptr += token * token_stride
     if TOKENS_LAST:
-        write_fp8_values(source_ptr, head_stride, cache_ptr, scale_ptr, block, pos % BS, HKV, D, BS, HEADS, WIDTH)
+        write_fp8_values(
+            source_ptr, source_ptr, 0, head_stride, cache_ptr, scale_ptr, block, pos % BS,
+            1, False, HKV, D, BS, HEADS, WIDTH,
+        )  # fmt: skip
     else:
         head = tl.arange(0, HEADS)[:, None]
         at = tl.arange(0, WIDTH)[None, :]
@@ -219,31 +218,6 @@ def write_cache_kernel(
         if SCALED:
             cell = tl.max_contiguous(cell, [1, 8])  # as the loads: see `write_fp8_values`
         tl.store(cache_ptr + cell, x.to(cache_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def load_fp8_values(
-    value_ptr, block, kv_head, cols, at,
-    HKV: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Values [WIDTH, N] of the tokens `cols` [N] in their blocks.
-
-    ALIGNED tokens at a time lie side by side. Tokens behind the end of a sequence are loaded too: what its last block
-    holds there is finite. A mask would split the loads into single bytes.
-    """
-    cell = (block * HKV + kv_head) * D * BS + cols % BS
-    cell = tl.max_contiguous(tl.multiple_of(cell, ALIGNED), ALIGNED)
-    return tl.load(value_ptr + cell[None, :] + at[:, None] * BS, mask=at[:, None] < D, other=0.0)
-
-
-@triton.jit
-def load_fp8_scales(
-    scale_ptr, block, kv_head, cols,
-    HKV: tl.constexpr, BS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Scales [N] of the tokens `cols` [N] in their blocks, also of tokens behind the end of a sequence."""
-    cell = (block * HKV + kv_head) * BS + cols % BS
-    return tl.load(scale_ptr + tl.max_contiguous(tl.multiple_of(cell, ALIGNED), ALIGNED))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from arealite.inference.cuda import kernels as _kernels
 from arealite.inference.cuda import prompt_kernels as _prompt_kernels
 from arealite.inference.cuda import sample_kernels as _sample_kernels
 from arealite.inference.cuda.runs import RunPlan, aligned_tokens, attend_runs
+from arealite.inference.cuda.split_k import Parts, is_early, launch_options
 from arealite.inference.fp8 import FP8, Quantized
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
@@ -65,7 +66,7 @@ def tokens_per_tile(group: int) -> int:
 
 
 def add_norm(
-    delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, fp8: bool = False
+    delta: torch.Tensor | Parts | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, fp8: bool = False
 ) -> Any:
     """Add delta to residual in place; returns RMSNorm(residual) * weight.
 
@@ -75,11 +76,19 @@ def add_norm(
     out = torch.empty_like(residual, dtype=FP8 if fp8 else weight.dtype)
     scales = torch.empty(n, 1, dtype=torch.float32, device=residual.device) if fp8 else residual
     block = triton.next_power_of_2(size)
+    added, parts, _ = _as_parts(residual if delta is None else delta)
+    early = is_early(residual)
     kernels.add_norm_kernel[(n,)](
-        residual if delta is None else delta, residual, weight, out, scales, size, eps,
-        HAS_DELTA=delta is not None, SCALED=fp8, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+        added, residual, weight, out, scales, size, eps, n * size,
+        HAS_DELTA=delta is not None, PARTS=parts, EARLY=early, SCALED=fp8, BLOCK=block,
+        num_warps=min(8, max(1, block // 256)), **launch_options(early),
     )  # fmt: skip
     return Quantized(out, scales) if fp8 else out
+
+
+def _as_parts(x: torch.Tensor | Parts) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """A product's numbers or sums, the number of its parts, and the bias that has not been added."""
+    return (x.sums, x.sums.shape[0], x.bias) if isinstance(x, Parts) else (x, 1, None)
 
 
 def quantize(x: torch.Tensor, gated: bool = False) -> Quantized:
@@ -106,7 +115,7 @@ def silu_mul(x: torch.Tensor, fp8: bool = False) -> Any:
 
 
 def rope_and_write(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | Parts,
     batch: DeviceBatch,
     layer: int,
     cos: torch.Tensor,
@@ -114,20 +123,29 @@ def rope_and_write(
     num_heads: int,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor:
-    """Rotate queries and keys, and write the cache; returns the queries as a view [N, H, D] of `qkv`."""
+    """Rotate queries and keys, and write the cache; returns the queries [N, H, D].
+
+    They are a view of `qkv`, or if that has parts, of a new tensor.
+    """
+    made, parts, bias = _as_parts(qkv)
+    n, width = made.shape[-2:]
+    queries = made if parts == 1 else torch.empty(n, width, dtype=cos.dtype, device=cos.device)
+    early = is_early(queries)
     keys, values = batch.keys[layer], batch.values[layer]
     block_size, num_kv, dim = keys.shape[1:]
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
     key_scales, value_scales = batch.scales[layer] if batch.scales else (cos, cos)
-    kernels.rope_write_kernel[(qkv.shape[0],)](
-        qkv, batch.rows, batch.positions, batch.positions if batch.rope is None else batch.rope, cos, sin,
+    kernels.rope_write_kernel[(n,)](
+        made, queries if bias is None else bias, queries,
+        batch.rows, batch.positions, batch.positions if batch.rope is None else batch.rope, cos, sin,
         q_norm, k_norm, keys, values, key_scales, value_scales, batch.table, batch.table.stride(0), eps,
+        n * width, PARTS=parts, BIASED=bias is not None, EARLY=early,
         H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None, MOVED=batch.rope is not None,
         SCALED=batch.scales is not None,
         HALF=triton.next_power_of_2(dim // 2), HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
-        KV_HEADS=triton.next_power_of_2(num_kv),
+        KV_HEADS=triton.next_power_of_2(num_kv), **launch_options(early),
     )  # fmt: skip
-    return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
+    return queries.view(n, -1, dim)[:, :num_heads]
 
 
 def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, layer: int) -> None:

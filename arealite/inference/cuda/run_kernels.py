@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from arealite.inference.cuda.kernels import fold_tile, load_fp8_scales, load_fp8_values
+from arealite.inference.cuda.functions import load_fp8_scales, load_fp8_values
+from arealite.inference.cuda.kernels import fold_tile
 
 
 @triton.jit
