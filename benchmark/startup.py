@@ -60,7 +60,7 @@ def start_server(model: str, device: str) -> Iterator[str]:
     core = importlib.import_module("arealite.inference.core")
     weights = importlib.import_module("arealite.inference.weights")
     yield "imports"
-    config = args.ServerConfig(model_path=model, device=device, mem_fraction=0.4)
+    config = args.ServerConfig(model_path=model, device=device, mem_fraction=0.4, block_size=16)
     served = weights.ServedWeights(*loading.load_model(config))
     synchronize()
     yield "load"

@@ -124,10 +124,10 @@ class ServerConfig(Section):
     context_length: int | None = _help(
         "Longest prompt plus continuation, in tokens; null: the model's.", None, AT_LEAST_1
     )
-    block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
+    block_size: int = _help("Tokens per KV cache block; 0: 16, with kv_cache_dtype=fp8 64.", 0, NOT_NEGATIVE)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     kv_cache_dtype: str = _help(
-        "auto (that of the weights), or fp8 on CUDA: about half the memory; use block_size=64 with it.", "auto"
+        "auto (that of the weights), or fp8 on CUDA: about half the memory, faster at long contexts.", "auto"
     )
     weight_dtype: str = _help(
         "auto (that of `dtype`), or fp8 on CUDA: linear layers and experts take half the memory.", "auto"

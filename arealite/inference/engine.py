@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.core import EngineCore
-from arealite.inference.loading import load_model, load_processor, load_tokenizer, prepare_model
+from arealite.inference.loading import choose_block_size, load_model, load_processor, load_tokenizer, prepare_model
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
 from arealite.inference.timing.step_times import StepTimes
@@ -40,6 +41,7 @@ class Engine:
 
     def __init__(self, config: ServerConfig, model: PreTrainedModel | None = None, tokenizer: Any | None = None):
         config.check()
+        config = replace(config, block_size=choose_block_size(config))
         self.config, self.tokenizer = config, tokenizer
         self.ranks: Ranks | None = None
         self.failure: BaseException | None = None

@@ -93,6 +93,11 @@ def choose_cache_dtype(config: ServerConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
 
 
+def choose_block_size(config: ServerConfig) -> int:
+    """Tokens per block of the KV cache. In FP8 larger ones are read faster."""
+    return config.block_size or (64 if config.kv_cache_dtype == "fp8" else 16)
+
+
 def read_config(config: ServerConfig) -> PreTrainedConfig:
     """Read the model's config and check that it can be served as configured."""
     if not config.model_path:
