@@ -193,12 +193,14 @@ def test_runs_are_used_where_they_are_faster():
     from arealite.inference.cuda.runs import is_faster_in_runs
 
     even, one_long = np.full(256, 4500), np.array([16_000] + 63 * [1000])
-    of_model = 2, 512  # KV heads, bytes of a head
+    of_model = 2, 128  # KV heads, head size
     assert not is_faster_in_runs(even, 1, *of_model)
     assert is_faster_in_runs(one_long, 4, *of_model)
     assert is_faster_in_runs(np.full(32, 16_000), 1, *of_model)
     assert not is_faster_in_runs(np.full(32, 16_000), 8, *of_model)
     assert not is_faster_in_runs(np.full(32, 300), 4, *of_model)
+    assert not is_faster_in_runs(np.full(64, 8000), 4, *of_model)
+    assert is_faster_in_runs(np.full(64, 8000), 4, *of_model, element_size=1)
 
 
 def test_type_of_the_cache():

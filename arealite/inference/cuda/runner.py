@@ -71,7 +71,7 @@ class CudaRunner(Runner):
         self.tuning = choose_tuning(cache_type.itemsize, self.group_size, shape.head_dim)
         # Runs depend on the lengths of all sequences, so they change the order of sums with the batch.
         self.has_runs = not config.deterministic and shape.context_length > SHORT_CONTEXT
-        self.head_bytes = 2 * shape.head_dim * cache_type.itemsize  # keys and values of one head of a token
+        self.cache_item = cache_type.itemsize
         if config.record_routing:
             self.routing = RoutingRecord(model, self.num_blocks, config.block_size)
         self.stream = torch.cuda.Stream() if self.on_gpu else None
@@ -205,7 +205,7 @@ class CudaRunner(Runner):
             self.behind.clear()
         places = slots, self.slots.ticket[slots], self.slots.length[slots]
         b = self._send_rows(slots)
-        sizes = self._splits(b), self.shape.num_kv_heads, self.head_bytes
+        sizes = self._splits(b), self.shape.num_kv_heads, self.shape.head_dim, self.cache_item
         is_long = self.has_runs and is_faster_in_runs(places[2], *sizes)
         self.graphs.run(("long layers" if is_long else "layers", b))
         extras = self._extras_for(slots)

@@ -53,24 +53,27 @@ def choose_tuning(element_size: int, rows: int, dim: int) -> Tuning:
     return Tuning(32, 3, 1, 8) if element_size == 1 else Tuning(128, 3, 8, 1)
 
 
-# Nanoseconds on one H200 (benchmark/attention.py). Of the kernel for short contexts: of one program per token, of all
-# programs per byte, of the second kernel that joins parts. Of runs: per byte, and whatever the length.
-_SHORT_PER_TOKEN, _SHORT_PER_BYTE, _SHORT_JOIN = 32.0, 1 / 4250, 3000.0
-_RUNS_PER_BYTE, _RUNS_ALWAYS = 1 / 4000, 8000.0
+# Nanoseconds on one H200 (benchmark/attention.py). Of the kernel for short contexts: of one program per token, of the
+# second kernel that joins parts. Of runs: whatever the length. Bytes per nanosecond of both, also of a cache in FP8.
+_SHORT_PER_TOKEN, _SHORT_JOIN, _RUNS_ALWAYS = 32.0, 3000.0, 8000.0
+_SHORT_SPEED, _RUNS_SPEED = 4250, 4000
+_SHORT_SPEED_FP8, _RUNS_SPEED_FP8 = 2600, 3300
 
 
-def is_faster_in_runs(lengths: np.ndarray, splits: int, num_kv_heads: int, head_bytes: int) -> bool:
+def is_faster_in_runs(
+    lengths: np.ndarray, splits: int, num_kv_heads: int, head_dim: int, element_size: int = 2
+) -> bool:
     """Whether runs are faster than one program for each of `splits` parts of a sequence and KV head.
 
-    `lengths` are those of the contexts; keys and values of a head of one token have `head_bytes` bytes. The kernel for
-    short contexts waits for its longest part, so it is slower if there are few sequences, or if one is much longer
-    than the others.
+    `lengths` are those of the contexts. The kernel for short contexts waits for its longest part, so it is slower if
+    there are few sequences, or if one is much longer than the others; and it reads FP8 more slowly.
     """
-    size = float(lengths.sum()) * num_kv_heads * head_bytes
-    short = max(lengths.max() / splits * _SHORT_PER_TOKEN, size * _SHORT_PER_BYTE)
+    size = float(lengths.sum()) * num_kv_heads * 2 * head_dim * element_size
+    short_speed, runs_speed = (_SHORT_SPEED, _RUNS_SPEED) if element_size > 1 else (_SHORT_SPEED_FP8, _RUNS_SPEED_FP8)
+    short = max(lengths.max() / splits * _SHORT_PER_TOKEN, size / short_speed)
     if splits > 1:
         short += _SHORT_JOIN
-    return bool(size * _RUNS_PER_BYTE + _RUNS_ALWAYS < short)
+    return bool(size / runs_speed + _RUNS_ALWAYS < short)
 
 
 def plan_runs(

@@ -1,7 +1,7 @@
 """Products of few tokens with a weight: linear layers that divide the inputs over the multiprocessors (split-K).
 
-cuBLAS reads a weight of some megabytes at a quarter to a half of the memory's bandwidth if there are at most 64 tokens
-(`benchmark/results/inference.md`).
+With at most 64 tokens, cuBLAS reads a weight of 5 MB at a fifth and one of 30 MB at half of the memory's bandwidth; in
+FP8, torch's products are slower still (`benchmark/products.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ split_kernels: Any = _split_kernels
 Product = Callable[[Any], Any]  # of a tensor or of `Quantized` tokens with a weight: a tensor or `Parts`
 MAX_TOKENS = 64
 _TILE = 64  # outputs of a program
+_MAX_BYTES = 32_000_000  # of a weight in half precision: larger ones cuBLAS reads as fast
 _CAPABILITY = (9, 0)  # the first with programmatic dependent launch
 
 
@@ -42,7 +43,8 @@ class SplitLinear:
         self.linear, self.weight, self.bias = linear, weight, bias
         self.scale = linear.scale if isinstance(linear, Fp8Linear) else None
         num_outputs, num_inputs = weight.shape
-        self.step = next(size for size in (128, 64, 32, 16) if num_inputs % size == 0)
+        steps = (256, 128, 64, 32, 16) if self.scale is not None else (128, 64, 32, 16)
+        self.step = next(size for size in steps if num_inputs % size == 0)
         sizes = num_outputs // _TILE, num_inputs // self.step, num_multiprocessors(weight.device)
         self.num_parts = choose_parts(*sizes) if adds_parts else 1
 
@@ -82,7 +84,9 @@ def split_product(linear: Product, weight: torch.Tensor, bias: torch.Tensor | No
     can_split = weight.shape[0] % _TILE == 0 and weight.shape[1] % 16 == 0
     if weight.is_cuda:
         is_new = torch.cuda.get_device_capability(weight.device) >= _CAPABILITY
-        can_split &= is_new and weight.dtype != torch.float32  # whose products Triton rounds
+        is_fp8 = isinstance(linear, Fp8Linear)
+        is_small = weight.dtype != torch.float32 and weight.nbytes <= _MAX_BYTES  # Triton rounds products of float32
+        can_split &= is_new and (is_fp8 or is_small)
     return SplitLinear(linear, weight, bias, adds_parts) if can_split else linear
 
 
