@@ -4,7 +4,8 @@
     python benchmark/products.py shape=7b tokens=[1,64]
 
 Each product runs in a graph with weights of many layers, which do not fit into the cache of the GPU. Ours returns parts
-that the kernel which uses the product adds (`inference/cuda/split_k.py`). Prints a table and one JSON line. Needs a GPU.
+that the kernel which uses the product adds (`inference/cuda/split_k.py`). Needs a GPU. Prints a table
+and one JSON line.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ def test_parts_add_up_to_the_product(num_tokens, num_outputs, num_inputs, monkey
 def test_weights_in_fp8(adds_parts, monkeypatch):
     split_k = pytest.importorskip("arealite.inference.cuda.split_k")
     monkeypatch.setattr(split_k, "num_multiprocessors", lambda device: 132)
-    linear = nn.Linear(512, 128).to(DEVICE, torch.bfloat16)
+    linear = nn.Linear(1024, 128).to(DEVICE, torch.bfloat16)
     fp8 = Fp8Linear.of(linear)
     layer = split_k.split_product(fp8, fp8.weight, fp8.bias, adds_parts)
-    x = quantize(torch.randn(7, 512, device=DEVICE))
+    x = quantize(torch.randn(7, 1024, device=DEVICE))
     found = layer(x)
     assert isinstance(found, split_k.Parts) == adds_parts
     if adds_parts:
