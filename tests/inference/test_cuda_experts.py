@@ -85,7 +85,9 @@ def test_a_mixture_is_served_with_the_log_probs_of_transformers(kind, monkeypatc
             params = SamplingParams(max_new_tokens=6, ignore_eos=True, sampling_seed=seed)
             (output,) = engine.submit(Request(prompt, params, want_routing=True)).result(120)
             expected = forward_logprobs(model.cpu().float(), prompt, output.token_ids)
-            torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=0.05, rtol=0.0)
+            # Logits of up to 8 come from numbers with 8 bits in bfloat16.
+            atol = 0.15 if GPU else 1e-3
+            torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=atol, rtol=0.0)
             assert output.routed_experts.shape == (len(prompt) + 5, NUM_CHOSEN[kind] * len(expert_blocks(model)))
     finally:
         engine.close()

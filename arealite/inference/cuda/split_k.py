@@ -43,7 +43,7 @@ class SplitLinear:
         self.linear, self.weight, self.bias = linear, weight, bias
         self.scale = linear.scale if isinstance(linear, Fp8Linear) else None
         num_outputs, num_inputs = weight.shape
-        steps = (256, 128, 64, 32, 16) if self.scale is not None else (128, 64, 32, 16)
+        steps = (256, 128, 64, 32, 16) if self.scale is not None and adds_parts else (128, 64, 32, 16)
         self.step = next(size for size in steps if num_inputs % size == 0)
         sizes = num_outputs // _TILE, num_inputs // self.step, num_multiprocessors(weight.device)
         self.num_parts = choose_parts(*sizes) if adds_parts else 1
