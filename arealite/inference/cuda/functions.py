@@ -1,4 +1,6 @@
-"""Triton functions for caches in FP8, and for the parts of products (`split_k`). Used by the kernels of this folder.
+"""Triton functions that kernels share: a cache in FP8, sums of parts.
+
+Parts are those of products (`split_k`).
 
 Legend: HKV KV heads, D head size, BS tokens per block.
 """
@@ -14,7 +16,10 @@ def sum_parts(
     part_ptr, bias_ptr, place, bias_place, inside, part_stride,
     PARTS: tl.constexpr, BIASED: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a product at some places: those in memory, or with PARTS > 1 sums plus bias, rounded to TYPE."""
+    """Numbers of a product at some places.
+
+    With PARTS > 1, sums of its parts plus the bias, rounded to TYPE.
+    """
     x = tl.load(part_ptr + place, mask=inside, other=0.0)
     if PARTS > 1:
         for i in tl.static_range(1, PARTS):

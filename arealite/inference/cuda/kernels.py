@@ -105,7 +105,9 @@ def rope_write_kernel(
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries (into `q_ptr`) and keys, and write keys and values to the cache. One program per token.
+    """Rotate queries and keys, and write keys and values to the cache. One program per token.
+
+    Queries go to `q_ptr`, which may be `qkv_ptr`.
 
     `HEADS`, `KV_HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads, HKV heads and D / 2 numbers. With
     `MOVED`, `rope_ptr` has the row of each token in the tables of angles; else that is its position. With SCALED the

@@ -1,4 +1,4 @@
-"""Products of few tokens with a weight: linear layers that divide the inputs over the multiprocessors (split-K).
+"""Linear layers for few tokens: their inputs are divided over the multiprocessors (split-K).
 
 With at most 64 tokens, cuBLAS reads a weight of 5 MB at a fifth and one of 30 MB at half of the memory's bandwidth; in
 FP8, torch's products are slower still (`benchmark/products.py`).
@@ -37,7 +37,10 @@ class Parts:
 
 
 class SplitLinear:
-    """A linear layer that returns `Parts` of few tokens if that is faster, and if its reader `adds_parts`."""
+    """A linear layer that returns `Parts` of few tokens if that is faster.
+
+    `adds_parts`: the kernel that reads the product can add them.
+    """
 
     def __init__(self, linear: Product, weight: torch.Tensor, bias: torch.Tensor | None, adds_parts: bool):
         self.linear, self.weight, self.bias = linear, weight, bias
