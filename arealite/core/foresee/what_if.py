@@ -26,6 +26,8 @@ KEYS = (*_SETTINGS, *_SPEEDS)
 _MIN_GAIN = 0.01
 # A re-run of the recording that differs by more than this from it makes predictions doubtful.
 _MAX_ERROR = 0.1
+# Steps of servers that take so many times their CPU seconds, beyond what the run itself explains, had no core.
+_MAX_SLOWER = 1.15
 # Only the last steps of a long run are played again.
 _MAX_STEPS, _MAX_EPISODES = 200, 20_000
 
@@ -73,6 +75,12 @@ class WhatIf:
                 f"a re-run as recorded takes {self.base.step_s:.2f} s a step, the run took {self.recorded_step_s:.2f}: "
                 "take the predictions as rough"
             )
+        slower = _slower_than_cpu(self.recording)
+        if slower > _MAX_SLOWER:
+            found.append(
+                f"decode steps took {slower:.1f} times as long as the run itself explains: other processes used the "
+                "cores. Predictions are for a machine with the same load"
+            )
         if not self.simulation.speed.is_known:
             found.append(
                 "the servers' counters say too little about their speed under other loads: generation is assumed to "
@@ -106,6 +114,17 @@ class WhatIf:
                 candidates.append((Scenario(settings, {kind: 2.0}), f"{name} twice as fast"))
         answers = [self.ask(*candidate) for candidate in candidates]
         return sorted((a for a in answers if a.change < -_MIN_GAIN), key=lambda answer: answer.change)
+
+
+def _slower_than_cpu(recording: Recording) -> float:
+    """Return the seconds of servers' steps, relative to their CPU seconds on cores that only the run uses."""
+    use, cores = recording.server_use, recording.cores
+    cpu_s = sum(row.cpu_s for row in use.steps)
+    if use.cpu_s is None or cores is None or cpu_s <= 0:
+        return 1.0
+    # Servers and ranks, all at once.
+    need = cores.server * recording.settings.servers + cores.trainer * cores.num_ranks
+    return sum(row.seconds for row in use.steps) / cpu_s / max(1.0, need / cores.cores)
 
 
 def parse_question(words: Sequence[str], settings: Settings) -> tuple[Scenario, str]:

@@ -8,6 +8,7 @@ from arealite.api.errors import ConfigError
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.recording import PlayedStep, Recording, ServerRate, Settings
 from arealite.core.foresee.rerun import Scenario, Simulation
+from arealite.core.foresee.resources import ServerUse, StepTime
 from arealite.core.foresee.speed import GenerationSpeed, fit_speed
 from arealite.core.foresee.what_if import WhatIf, parse_question
 from tests.core.foresee.make_recording import episode, synchronous
@@ -121,3 +122,16 @@ def test_the_speed_is_fitted_to_the_counters_of_servers():
 def test_questions_that_make_no_sense_are_refused(word, message):
     with pytest.raises(ConfigError, match=message):
         parse_question([word], Settings(4))
+
+
+def test_a_machine_on_which_others_work_is_noticed():
+    cores = CoreUse(2.0, 1.0, 1.0)
+    alone, disturbed = (
+        replace(synchronous(), server_use=ServerUse([StepTime(10, 80, 0, seconds, 1.0)], 1.0), cores=cores)
+        for seconds in (1.1, 1.6)
+    )
+    assert not any("other processes" in note for note in WhatIf(alone).notes())
+    assert any("took 1.6 times as long" in note for note in WhatIf(disturbed).notes())
+    # A server with three threads needs more cores than there are.
+    crowded = replace(disturbed, cores=CoreUse(2.0, 3.0, 1.0))
+    assert not any("other processes" in note for note in WhatIf(crowded).notes())
