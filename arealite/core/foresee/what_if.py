@@ -117,7 +117,7 @@ class WhatIf:
 
 
 def _slower_than_cpu(recording: Recording) -> float:
-    """Return the seconds of servers' steps, relative to their CPU seconds on cores that only the run uses."""
+    """Return by how much steps of servers were slower than on cores that only the run uses."""
     use, cores = recording.server_use, recording.cores
     cpu_s = sum(row.cpu_s for row in use.steps)
     if use.cpu_s is None or cores is None or cpu_s <= 0:
