@@ -1,7 +1,8 @@
-"""Compares the memory that `--dry-run` estimates with measured peaks on a GPU, for models of 0.5B, 1.5B and 7B.
+"""Compares the memory that `--dry-run` estimates with measured peaks on a GPU, for models of 0.5B to 32B.
 
     python -u benchmark/memory.py                          all parts, each in a process of its own
     python -u benchmark/memory.py --parts server-7B        some of them
+    python -u benchmark/memory.py --parts large            what fits of 7B, 14B and 32B, with tokens/s
 
 A trainer part makes one pass of log-probs and an update with full micro-batches, a server part serves 256 requests
 and loads new weights. Random weights. `measured` is what the allocator has reserved at most, with CUDA's context
@@ -38,9 +39,12 @@ SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
     "tiny": (64, 128, 2, 4, 2, 512, True),
 }
 ROW = 512
+_LARGE = {"param_dtype": "bfloat16", "gradient_checkpointing": True}
 # Settings of the trainer parts, and how long each may take.
 TRAINERS: dict[str, tuple[str, dict, float]] = {
     "train-0.5B": ("0.5B", {}, 40),
@@ -53,7 +57,13 @@ TRAINERS: dict[str, tuple[str, dict, float]] = {
         60,
     ),
     "train-0.5B-compiled": ("0.5B", {"compile": True, "param_dtype": "bfloat16"}, 60),
+    "train-7B-bf16": ("7B", _LARGE | {"type": "adamw_bf16"}, 60),
+    "train-7B-lora": ("7B", _LARGE | {"lora_rank": 16}, 60),
+    "train-14B-8bit": ("14B", _LARGE | {"type": "adamw_8bit"}, 90),
+    "train-14B-lora": ("14B", _LARGE | {"lora_rank": 16}, 90),
+    "train-32B-lora": ("32B", _LARGE | {"lora_rank": 16, "max_tokens_per_mb": 8192}, 120),
 }
+LARGE = ("train-7B-bf16", "train-7B-lora", "train-14B-8bit", "train-14B-lora", "train-32B-lora")
 SERVERS: dict[str, tuple[str, dict, float]] = {
     "server-0.5B": ("0.5B", {}, 60),
     "server-1.5B": ("1.5B", {"mem_fraction": 0.4}, 60),
@@ -121,10 +131,19 @@ def run_trainer(part: str, path: str, device: str) -> dict:
     batch["logprobs"] = actor.compute_logp(batch)
     after_logp = _reserved(device)
     # The first update makes the optimizer's states; the second one has them during its passes.
+    seconds = 0.0
     for rows in (2, num_rows):
+        begin = time.perf_counter()
         stats = actor.ppo_update({key: value[:rows] for key, value in batch.items()})[0]
+        seconds = time.perf_counter() - begin
     needs = training_needs(size, config, plan, on_gpu=device == "cuda", step_tokens=num_rows * length)
-    more = {"plan": vars(plan), "loaded": loaded, "after_logp": after_logp, "grad_norm": stats["grad_norm"]}
+    more = {
+        "plan": vars(plan),
+        "tokens_per_s": num_rows * length / seconds,
+        "loaded": loaded,
+        "after_logp": after_logp,
+        "grad_norm": stats["grad_norm"],
+    }
     return measure(needs, device) | more
 
 
@@ -152,7 +171,12 @@ def run_server(part: str, path: str, device: str) -> dict:
     engine.update(WeightSource.received(new, 1)).result(60)
     needs = server_needs(size, config, total or None, on_gpu=device == "cuda")
     blocks = engine.scheduler.pool.num_usable
-    more = {"kv_tokens": blocks * config.block_size, "started": started, "served": served, "before": used_by_others}
+    more = {
+        "kv_tokens": blocks * engine.config.block_size,
+        "started": started,
+        "served": served,
+        "before": used_by_others,
+    }
     result = measure(needs, device) | more
     engine.close()
     return result
@@ -233,7 +257,8 @@ def report(part: str, row: dict, seconds: float) -> None:
         return
     parts = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in row["parts"].items())
     ratio = f"{row['estimate'] / row['measured']:.3f} of measured {gib['measured']}" if "measured" in row else ""
-    print(f"{part}: estimate {gib['estimate']} GiB, {ratio} ({seconds:.1f} s)", flush=True)
+    rate = f", {row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else ""
+    print(f"{part}: estimate {gib['estimate']} GiB, {ratio}{rate} ({seconds:.1f} s)", flush=True)
     print(f"    estimated: {parts}", flush=True)
     print(f"    measured: {gib}  {row.get('plan', '')} kv_tokens={row.get('kv_tokens')}", flush=True)
     print("    JSON " + json.dumps({"part": part, "seconds": round(seconds, 1), **row}), flush=True)
@@ -244,14 +269,14 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a tiny model, to try the script"
     )
-    parser.add_argument("--parts", nargs="*", default=[*ORDER, *(p for p in TRAINERS if p not in ORDER)])
+    parser.add_argument("--parts", nargs="*", default=[*ORDER, *(p for p in TRAINERS if p not in (*ORDER, *LARGE))])
     parser.add_argument("--deadline", type=float, default=100.0, help="no part begins after so many seconds")
     args = parser.parse_args()
     # Asks the driver instead of the runtime, which must not be initialized before a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        for part in args.parts:
+        for part in LARGE if args.parts == ["large"] else args.parts:
             if time.perf_counter() - began > args.deadline:
                 print(f"{part}: not run, the deadline has passed", flush=True)
                 continue
