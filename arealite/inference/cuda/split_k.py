@@ -78,8 +78,9 @@ def split_linear(layer: nn.Module) -> Product:
 
     Its reader is `add_norm`, which adds parts but no bias.
     """
-    is_whole = (isinstance(layer, Fp8Linear) and not layer.sums_ranks) or type(layer) is nn.Linear
-    return split_product(layer, layer.weight, None) if is_whole and layer.bias is None else layer
+    if not isinstance(layer, Fp8Linear | nn.Linear) or (isinstance(layer, Fp8Linear) and layer.sums_ranks):
+        return layer
+    return split_product(layer, layer.weight, None) if layer.bias is None else layer
 
 
 def split_product(linear: Product, weight: torch.Tensor, bias: torch.Tensor | None, adds_parts: bool = True) -> Product:
