@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -16,7 +17,7 @@ import transformers
 from transformers.utils import import_utils
 
 from arealite.utils.imports import quick_imports
-from arealite.utils.imports.quick_imports import Providers, find_all
+from arealite.utils.imports.quick_imports import Providers, find_all, import_again
 
 LATE_IMPORT = """
 from transformers.utils import is_scipy_available
@@ -77,6 +78,29 @@ def test_a_folder_is_read_once():
     assert structure == import_utils.create_import_structure_from_path(folder)
     assert create(str(folder / "__init__.py")) is structure
     assert any("modeling_qwen2" in modules for modules in structure.values())
+
+
+def test_transformers_is_not_run_again(monkeypatch):
+    folder = Path(transformers.__file__).parent
+    calls: list[Any] = []
+    again = functools.partial(import_again, lambda *args: calls.append(args) or ModuleType("new"))
+    present = sys.modules["transformers"]
+    assert again(folder) is again(str(folder)) is present
+    assert present.AutoTokenizer is transformers.AutoTokenizer
+    assert not calls
+    # Another folder, another file, and a package that is not imported or not finished are transformers' own to import.
+    again(folder.parent)
+    again(folder, "other.py")
+    for other in (ModuleType("transformers"), None):
+        monkeypatch.setitem(sys.modules, "transformers", other)
+        again(folder)
+    assert calls == [(folder.parent,), (folder, "other.py"), (folder,), (folder,)]
+
+
+def test_transformers_asks_for_itself_when_a_model_is_imported():
+    # The name that `transformers.processing_utils` imports.
+    function = prepared().direct_transformers_import
+    assert function(Path(transformers.__file__).parent) is sys.modules["transformers"]
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -5,6 +5,8 @@
 - transformers asks for the packages of all installed distributions, for which Python parses every list of installed
   files. Here only the distributions of the packages that it needs are read.
 - transformers looks for `__all__` in each line of its thousand model files, twice. Here once, from the end of a file.
+- transformers runs its `__init__.py` a second time when the code of a model is imported, and walks through its folder of
+  models for that. Here the module that is there is used.
 - transformers imports SciPy, scikit-learn and pandas for losses and assisted generation. Here at their first use.
 
 What a version of transformers does not have is left alone, and so is transformers if it was imported before.
@@ -73,6 +75,17 @@ def find_all(original: Callable[[str], list[str]], text: str) -> list[str]:
     return original(text[begin:]) if begin or text.startswith("__all__") else []
 
 
+def import_again(original: Callable[..., ModuleType], path: str | os.PathLike[str], *args: Any) -> ModuleType:
+    """Return what transformers' `direct_transformers_import` does: the package in `path`, which may be imported."""
+    found = sys.modules.get("transformers")
+    # Its `__init__.py` puts such a module in its own place when it is done.
+    is_done = type(found).__name__ == "_LazyModule"
+    if args or not is_done or [os.fspath(path)] != [os.fspath(folder) for folder in getattr(found, "__path__", ())]:
+        return original(path, *args)
+    assert found is not None
+    return found
+
+
 @contextmanager
 def _read_once(module: ModuleType) -> Iterator[None]:
     """Prepare `transformers.utils.import_utils`."""
@@ -87,6 +100,8 @@ def _read_once(module: ModuleType) -> Iterator[None]:
     names = vars(module)
     if "fetch__all__" in names:
         names["fetch__all__"] = functools.partial(find_all, names["fetch__all__"])
+    if "direct_transformers_import" in names:
+        names["direct_transformers_import"] = functools.partial(import_again, names["direct_transformers_import"])
     create: Any = names.get("create_import_structure_from_path")
     if hasattr(create, "__wrapped__"):
         # Its own cache is smaller than the number of models.
