@@ -5,8 +5,8 @@
 - transformers asks for the packages of all installed distributions, for which Python parses every list of installed
   files. Here only the distributions of the packages that it needs are read.
 - transformers looks for `__all__` in each line of its thousand model files, twice. Here once, from the end of a file.
-- transformers runs its `__init__.py` a second time when the code of a model is imported, and walks through its folder of
-  models for that. Here the module that is there is used.
+- transformers runs its `__init__.py` a second time when the code of a model is imported, and walks through its folder
+  of models for that. Here the module that is there is used.
 - transformers imports SciPy, scikit-learn and pandas for losses and assisted generation. Here at their first use.
 
 What a version of transformers does not have is left alone, and so is transformers if it was imported before.
