@@ -76,7 +76,7 @@ def find_all(original: Callable[[str], list[str]], text: str) -> list[str]:
 
 
 def import_again(original: Callable[..., ModuleType], path: str | os.PathLike[str], *args: Any) -> ModuleType:
-    """Return what transformers' `direct_transformers_import` does: the package in `path`, which may be imported."""
+    """Return what transformers' `direct_transformers_import` does: the package in `path`."""
     found = sys.modules.get("transformers")
     # Its `__init__.py` puts such a module in its own place when it is done.
     is_done = type(found).__name__ == "_LazyModule"
