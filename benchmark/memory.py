@@ -44,7 +44,6 @@ SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512, True),
 }
 ROW = 512
-_LARGE = {"param_dtype": "bfloat16", "gradient_checkpointing": True}
 # Settings of the trainer parts, and how long each may take.
 TRAINERS: dict[str, tuple[str, dict, float]] = {
     "train-0.5B": ("0.5B", {}, 40),
@@ -57,11 +56,15 @@ TRAINERS: dict[str, tuple[str, dict, float]] = {
         60,
     ),
     "train-0.5B-compiled": ("0.5B", {"compile": True, "param_dtype": "bfloat16"}, 60),
-    "train-7B-bf16": ("7B", _LARGE | {"type": "adamw_bf16"}, 60),
-    "train-7B-lora": ("7B", _LARGE | {"lora_rank": 16}, 60),
-    "train-14B-8bit": ("14B", _LARGE | {"type": "adamw_8bit"}, 90),
-    "train-14B-lora": ("14B", _LARGE | {"lora_rank": 16}, 90),
-    "train-32B-lora": ("32B", _LARGE | {"lora_rank": 16, "max_tokens_per_mb": 8192}, 120),
+    "train-7B-bf16": ("7B", {"param_dtype": "bfloat16", "gradient_checkpointing": True, "type": "adamw_bf16"}, 60),
+    "train-7B-lora": ("7B", {"param_dtype": "bfloat16", "gradient_checkpointing": True, "lora_rank": 16}, 60),
+    "train-14B-8bit": ("14B", {"param_dtype": "bfloat16", "gradient_checkpointing": True, "type": "adamw_8bit"}, 90),
+    "train-14B-lora": ("14B", {"param_dtype": "bfloat16", "gradient_checkpointing": True, "lora_rank": 16}, 90),
+    "train-32B-lora": (
+        "32B",
+        {"param_dtype": "bfloat16", "gradient_checkpointing": True, "lora_rank": 16, "max_tokens_per_mb": 8192},
+        120,
+    ),
 }
 LARGE = ("train-7B-bf16", "train-7B-lora", "train-14B-8bit", "train-14B-lora", "train-32B-lora")
 SERVERS: dict[str, tuple[str, dict, float]] = {
