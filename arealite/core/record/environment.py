@@ -94,10 +94,11 @@ def _own_modules() -> Iterator[tuple[str, int]]:
         # To resolve thousands of paths takes long.
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
+        if name == "__mp_main__":
+            continue  # the script once more, in processes that others start; a fork may have that of another program
         if not str(Path(file).resolve()).startswith(installed):
             try:
-                # Processes that others start have it under the second name.
-                own = "script" if name in ("__main__", "__mp_main__") else name
+                own = "script" if name == "__main__" else name
                 yield own, zlib.crc32(Path(file).read_bytes())
             except OSError:
                 # A module of an archive, or one that is gone.
