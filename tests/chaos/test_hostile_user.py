@@ -129,11 +129,12 @@ def find_listeners(pids: list[int]) -> dict[int, str]:
 
 
 def test_another_user_can_neither_read_nor_steer_nor_stop_a_run(folder, model_path):
-    job = ChaosJob(folder, model_path, allocation_mode="embedded.d1+d2", total_train_steps=6)
+    job = ChaosJob(folder, model_path, allocation_mode="embedded.d1+d2", total_train_steps=10)
     run_dir = RunDir(job.run_dir)
     try:
         job.wait_for_step(2)
         key, pids = run_dir.key_path.read_bytes(), job.all_pids()
+        commands = [job.command_of(pid) for pid in pids]
         segments = [path for path in (run_dir.shared_weights, *run_dir.shared_weights.glob("*")) if path.exists()]
         assert segments, "weights are in shared memory"
         assert as_nobody(lambda: attack_files(run_dir, segments, pids)) == []
@@ -145,7 +146,6 @@ def test_another_user_can_neither_read_nor_steer_nor_stop_a_run(folder, model_pa
         for port in listeners:
             if not server.endswith(f":{port}"):
                 assert as_nobody(lambda port=port: attack_port(port)) == []
-        commands = [job.command_of(pid) for pid in job.all_pids()]
         assert any("arealite.cli.serve" in command for command in commands)
         assert not [command for command in commands if key.decode() in command]
         assert job.finish() == 0, job.tail()
