@@ -1,7 +1,7 @@
 # `make demo` trains a small model from nothing. `make test` runs the tests. Both make .venv first (scripts/setup).
 PY := .venv/bin/python
-# Test processes that run at the same time. The tests are made for two cores.
-JOBS ?= 2
+# Test processes that run at the same time. On two cores a third one works while tests wait for what they started.
+JOBS ?= 3
 REAL := slurm or ray or vllm or sglang or browser
 export OMP_NUM_THREADS ?= 1
 # Tests start many interpreters: let them keep compiled modules (in __pycache__), whatever the environment says.
@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo      train a small model by asynchronous reinforcement learning on this machine"
-	@echo "make test      run the tests that need nothing but this machine (about seven minutes on two cores)"
+	@echo "make test      run the tests that need nothing but this machine (about five minutes on two cores)"
 	@echo "make test-all  also the slow tests, and those with Ray, Slurm, SGLang, vLLM and Chromium where they are installed"
 	@echo "make soak      also the tests that take hours"
 	@echo "make lint      ruff and pyright"
