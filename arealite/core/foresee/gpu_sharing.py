@@ -42,7 +42,7 @@ def fit_gpu_share(use: ServerUse, curve: StepCurve, overlap: float) -> tuple[Gpu
     alone_s = sum(curve.of(row) for row in rows)
     slower = sum(row.seconds for row in rows) / alone_s if alone_s > 0 else 1.0
     if overlap < _MIN_OVERLAP:
-        # What is slower than the trial is so because answers are longer than its own, and for other reasons.
+        # The trainer is not the reason: steps of the run are slower than those of the trial by other causes.
         return GpuShare(), curve.scaled(max(1.0, slower))
     if not use.trial:
         # The speed of the run's steps, on average.

@@ -189,24 +189,17 @@ def _attend_prompts(
     q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """Attention of a prefill without windows and sinks."""
-    keys, values = batch.keys[layer], batch.values[layer]
-    scales = batch.scales[layer] if batch.scales else None
-    n, num_heads, dim = q.shape
-    block_size, num_kv = keys.shape[1:3]
-    group = num_heads // num_kv
-    out = torch.empty(n, num_heads, dim, dtype=q.dtype, device=q.device)
     first, count = batch.tile_first, batch.tile_count
     assert first is not None and count is not None
-    precise = q.dtype == torch.float32 and scales is None
-    key_scales, value_scales = scales or (out, out)
-    prompt_kernels.attend_prompt_kernel[(num_kv, first.shape[0])](
-        q, keys, values, key_scales, value_scales, out, batch.rows, batch.positions, batch.table, first, count,
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    constants = _constants(q, batch, layer, softcap)
+    group = constants["G"]
+    prompt_kernels.attend_prompt_kernel[(constants["HKV"], first.shape[0])](
+        q, batch.keys[layer], batch.values[layer], *(batch.scales[layer] if batch.scales else (out, out)), out,
+        batch.rows, batch.positions, batch.table, first, count,
         batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
-        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BS=block_size,
-        ALIGNED=aligned_tokens(block_size),
         BLOCK_M=max(16, triton.next_power_of_2(tokens_per_tile(group) * group)),
-        BLOCK_N=32 if precise else 64, STAGES=2 if precise else 3,
-        PRECISE=precise, SOFTCAP=softcap is not None, SCALED=scales is not None, num_warps=8,
+        STAGES=2 if constants["PRECISE"] else 3, **constants, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -221,12 +214,8 @@ def _attend_tiles(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention with one program for a tile of queries, or for a part of its context."""
-    keys, values = batch.keys[layer], batch.values[layer]
-    scales = batch.scales[layer] if batch.scales else None
     n, num_heads, dim = q.shape
-    block_size, num_kv = keys.shape[1:3]
-    group = num_heads // num_kv
-    out = torch.empty(n, num_heads, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decode = batch.tile_first is None
     splits = batch.splits if decode else 1
     part = lse = out
@@ -234,31 +223,40 @@ def _attend_tiles(
         part = torch.empty(splits, n, num_heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, n, num_heads, dtype=torch.float32, device=q.device)
     tiles = n if batch.tile_first is None else batch.tile_first.shape[0]
-    wide = max(16, triton.next_power_of_2(dim))  # the smallest size of a matrix product
-    precise = q.dtype == torch.float32 and scales is None
-    key_scales, value_scales = scales or (out, out)
+    constants = _constants(q, batch, layer, softcap)
+    group = constants["G"]
     rows = group if decode else tokens_per_tile(group) * group
-    kernels.attend_kernel[(tiles, num_kv, splits)](
-        q, keys, values, key_scales, value_scales, out, part, lse, batch.rows, batch.positions, batch.table,
+    kernels.attend_kernel[(tiles, constants["HKV"], splits)](
+        q, batch.keys[layer], batch.values[layer], *(batch.scales[layer] if batch.scales else (out, out)), out,
+        part, lse, batch.rows, batch.positions, batch.table,
         batch.rows if decode else batch.tile_first,
         batch.rows if decode else batch.tile_count,
         q if sinks is None else sinks,
         n, batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
-        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size, ALIGNED=aligned_tokens(block_size),
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
-        BLOCK_N=32 if precise else 64,
-        SPLITS=splits, WINDOW=window or 0, DECODE=decode, PRECISE=precise,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        SCALED=scales is not None,
+        SPLITS=splits, WINDOW=window or 0, DECODE=decode, SINKS=sinks is not None, **constants,
         num_warps=2 if decode else 8,
-        num_stages=2 if precise else 3,
+        num_stages=2 if constants["PRECISE"] else 3,
     )  # fmt: skip
     if splits > 1:
         kernels.merge_splits_kernel[(n * num_heads,)](
-            part, lse, out, n * num_heads, D=dim, WIDTH=wide, SPLITS=splits, num_warps=1
+            part, lse, out, n * num_heads, D=dim, WIDTH=constants["WIDTH"], SPLITS=splits, num_warps=1
         )
     return out
+
+
+def _constants(q: torch.Tensor, batch: DeviceBatch, layer: int, softcap: float | None) -> dict[str, Any]:
+    """Constants that the kernels of attention share."""
+    block_size, num_kv = batch.keys[layer].shape[1:3]
+    _, num_heads, dim = q.shape
+    is_scaled = batch.scales is not None
+    precise = q.dtype == torch.float32 and not is_scaled
+    return {
+        "H": num_heads, "HKV": num_kv, "G": num_heads // num_kv, "D": dim,
+        "WIDTH": max(16, triton.next_power_of_2(dim)),  # 16 is the smallest size of a matrix product
+        "BS": block_size, "ALIGNED": aligned_tokens(block_size), "BLOCK_N": 32 if precise else 64,
+        "PRECISE": precise, "SOFTCAP": softcap is not None, "SCALED": is_scaled,
+    }  # fmt: skip
 
 
 def find_thresholds(

@@ -1,8 +1,8 @@
 """Triton kernel of prefill attention: a tile of a prompt's tokens over the blocks of its context.
 
-The general kernel (`kernels.attend_kernel`) also knows windows and sinks. This one computes what most layers need at
-2 to 3 times its speed: blocks are looked up a step ahead, so that loads overlap with products, and only the last steps
-compare positions.
+The general kernel (`kernels.attend_kernel`) also knows windows and sinks. This one computes what most layers need, 1.5
+times as fast with prompts of 4k tokens (benchmark/results/long_context_h200.md): blocks are looked up a step ahead, so
+that loads overlap with products, and only the last steps compare positions.
 
 Legend: N tokens, H query heads, HKV KV heads, G = H / HKV, D head size, BS tokens per block.
 """
