@@ -63,7 +63,7 @@ class SplitLinear:
         kind = torch.float32 if parts > 1 else WIDE
         out = torch.empty(parts, m, n, dtype=kind, device=values.device)
         early = is_early(values)
-        split_kernels.split_product_kernel[(n // _TILE, parts, triton.cdiv(m, MAX_TOKENS))](
+        split_kernels.split_product_kernel[(n // _TILE, parts)](
             values, scales, self.weight, values if self.scale is None else self.scale,
             values if self.bias is None else self.bias, out, m, n, k, triton.cdiv(k // self.step, parts) * self.step,
             BM=MAX_TOKENS, BN=_TILE, BK=self.step, IS_PART=parts > 1, BIASED=self.bias is not None,

@@ -22,7 +22,7 @@ def split_product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_PART: tl.constexpr, BIASED: tl.constexpr,
     SCALED: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Products of `x` [M, K] and `weight` [N, K] over `part_size` inputs. Grid (N / BN, parts, M / BM).
+    """Products of `x` [M, K] and `weight` [N, K] over `part_size` inputs. Grid (N / BN, parts); M is at most BM.
 
     With IS_PART `out` is [parts, M, N] in float32, without bias; else [M, N]. With SCALED `x` and `weight` are in FP8,
     with scales [M] and [N].
@@ -32,7 +32,7 @@ def split_product_kernel(
         gdc_wait()
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
+    rows = tl.arange(0, BM)
     has_row = rows[:, None] < num_tokens
     inner = tl.arange(0, BK)
     x_at = x_ptr + rows[:, None] * num_inputs + inner[None, :]
