@@ -22,7 +22,9 @@ def split_product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_PART: tl.constexpr, BIASED: tl.constexpr,
     SCALED: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Products of `x` [M, K] and `weight` [N, K] over `part_size` inputs. Grid (N / BN, parts); M is at most BM.
+    """Products of `x` [M, K] and `weight` [N, K] over `part_size` inputs.
+
+    Grid (N / BN, parts); M is at most BM.
 
     With IS_PART `out` is [parts, M, N] in float32, without bias; else [M, N]. With SCALED `x` and `weight` are in FP8,
     with scales [M] and [N].
