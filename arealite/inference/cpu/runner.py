@@ -91,17 +91,8 @@ class CpuRunner(Runner):
                 for position in range(chunk.start, chunk.end):
                     self._run_chunks([Chunk(chunk.slot, position, position + 1)])
             return
-        group: list[Chunk] = []
-        total = 0
-        for chunk in sorted(chunks, key=self._prefill_order(chunks)):
-            size = chunk.end - chunk.start
-            # Padding the group to this chunk's size may waste a quarter at most.
-            if group and (len(group) + 1) * size > 1.25 * (total + size) + 16:
-                self._run_chunks(group)
-                group, total = [], 0
-            group.append(chunk)
-            total += size
-        self._run_chunks(group)
+        for group in group_chunks(sorted(chunks, key=self._prefill_order(chunks))):
+            self._run_chunks(group)
 
     def _prefill_order(self, chunks: list[Chunk]) -> Callable[[Chunk], tuple[int, int]]:
         """Sort key: by size, but after the chunk that computes the preceding blocks in the same step."""
@@ -240,6 +231,21 @@ class CpuRunner(Runner):
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # Two thirds are left to the `DenseCache`.
         return min(int(self.config.mem_fraction * free) // 3, CPU_CACHE_BYTES)
+
+
+def group_chunks(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Divide chunks, in their order, into groups whose padding to the longest chunk adds a quarter at most."""
+    groups: list[list[Chunk]] = []
+    total = longest = 0
+    for chunk in chunks:
+        size = chunk.end - chunk.start
+        longest = max(longest, size)
+        if not groups or (len(groups[-1]) + 1) * longest > 1.25 * (total + size) + 16:
+            groups.append([])
+            total, longest = 0, size
+        groups[-1].append(chunk)
+        total += size
+    return groups
 
 
 def _new_tokens(t: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
