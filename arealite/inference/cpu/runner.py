@@ -234,7 +234,10 @@ class CpuRunner(Runner):
 
 
 def group_chunks(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Divide chunks, in their order, into groups whose padding to the longest chunk adds a quarter at most."""
+    """Divide chunks, in their order, into groups.
+
+    Padding a group to its longest chunk adds a quarter at most.
+    """
     groups: list[list[Chunk]] = []
     total = longest = 0
     for chunk in chunks:
