@@ -256,10 +256,11 @@ class EngineCore:
         num_running = self.scheduler.num_running
         if flush_cache:
             self._retract()
-            for seq in self.scheduler.preempted:
-                seq.uses_prefix_cache = False
         if not self.config.keep_prefix_across_updates:
             self.scheduler.pool.flush()
+        elif flush_cache:
+            for seq in self.scheduler.preempted:
+                seq.uses_prefix_cache = False
         self._mark_version(self._base_version if version is None else version)
         self.last_update_s = time.perf_counter() - begin
         return num_running

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.weights import WeightSource
 from tests.inference.conftest import forward_logprobs, make_model, run, submit, submit_and_see_start
 
@@ -92,6 +93,23 @@ def test_prefixes_are_kept_across_updates_on_request(make_engine, flush):
     assert run(engine, prompt, max_new_tokens=1)[0].cached_tokens == 80
     assert engine.flush_cache().result(10)
     assert run(engine, prompt, max_new_tokens=1)[0].cached_tokens == 0
+
+
+def test_retracted_samples_share_their_prompt_again(make_engine, monkeypatch):
+    engine, other = make_engine(make_model()), make_model(seed=1)
+    prompt, num_samples = tokens(random.Random(6), 81), 8
+    running = submit_and_see_start(engine, prompt, n=num_samples, max_new_tokens=300, ignore_eos=True)
+    chunks, prefill = [], CpuRunner._prefill
+    monkeypatch.setattr(CpuRunner, "_prefill", lambda runner, new: (chunks.extend(new), prefill(runner, new))[1])
+    engine.update(WeightSource.received(dict(other.named_parameters()), 1), flush_cache=True).result(30)
+    outputs = running.result(60)
+    starts = [next(start for version, start, _ in output.version_spans if version == 1) for output in outputs]
+    assert min(starts) > 0
+    # All blocks of the prompt are full: only what was sampled is computed for each sample.
+    assert sum(chunk.end - chunk.start for chunk in chunks) <= 80 + sum(starts)
+    for first, output in zip(starts, outputs, strict=True):
+        expected = forward_logprobs(other, prompt, output.token_ids)[first:]
+        torch.testing.assert_close(torch.tensor(output.logprobs[first:]), expected, atol=1e-3, rtol=0)
 
 
 def test_retracted_sequences_compute_all_keys_again(make_engine):
