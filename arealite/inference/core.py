@@ -25,8 +25,9 @@ from arealite.inference.runner import Runner, Step, StepResult
 from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, Sequence, resolve
 from arealite.inference.slots import SlotTable
-from arealite.inference.timing.step_times import Context, context_of
+from arealite.inference.timing.step_times import context_of
 from arealite.inference.weights import ServedWeights, Staged, WeightSource
+from arealite.utils.step_context import NO_CONTEXT
 from arealite.weights.segment import release_removed
 
 
@@ -69,7 +70,7 @@ class EngineCore:
         self._device = self.runner.device
         self._next_seed = config.seed
         # Of the sequences that the last step decodes.
-        self.context = Context()
+        self.context = NO_CONTEXT
         self._in_flight: deque[Step] = deque()
 
     def attach(self) -> None:

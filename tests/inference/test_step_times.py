@@ -9,8 +9,9 @@ from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.timing import step_trial
-from arealite.inference.timing.step_times import Context, StepTimes, context_of
+from arealite.inference.timing.step_times import StepTimes, context_of
 from arealite.inference.timing.step_trial import measure_steps
+from arealite.utils.step_context import StepContext
 from tests.inference.conftest import make_model
 
 
@@ -18,10 +19,10 @@ def test_steps_are_added_by_powers_of_two_of_their_sequences_and_lengths():
     times = StepTimes()
     for sequences, prompt_tokens, seconds, cpu_s in ((0, 50, 1.0, 0.5), (2, 0, 0.25, 0.25), (3, 7, 0.5, 0.25)):
         times.add(sequences, prompt_tokens, seconds, cpu_s)
-    times.add(4, 0, 1.0, 1.0, Context(40, 1.0))
-    times.add(4, 0, 2.0, 2.0, Context(44, 2.0), steps=3)
-    times.add(4, 0, 1.5, 1.5, Context(40, 11.0))
-    times.add(4, 0, 2.0, 2.0, Context(400, 0.0))
+    times.add(4, 0, 1.0, 1.0, StepContext(40, 1.0))
+    times.add(4, 0, 2.0, 2.0, StepContext(44, 2.0), steps=3)
+    times.add(4, 0, 1.5, 1.5, StepContext(40, 11.0))
+    times.add(4, 0, 2.0, 2.0, StepContext(400, 0.0))
     assert times.rows() == [
         [1, 0, 50, 1.0, 0.5, 0, 0.0],
         [1, 2, 0, 0.25, 0.25, 0, 0.0],

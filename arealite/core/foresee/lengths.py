@@ -1,17 +1,8 @@
 """`Lengths`: tokens of generations that grow by one with every step, without a loop over them."""
 
 import math
-from typing import NamedTuple
 
-
-class Context(NamedTuple):
-    """Generated tokens of what runs at once, and its number times the standard deviation of these."""
-
-    tokens: float = 0.0
-    spread: float = 0.0
-
-
-NOTHING = Context()
+from arealite.utils.step_context import StepContext
 
 
 class Lengths:
@@ -29,7 +20,7 @@ class Lengths:
         if self.number == 0:
             self._sum = self._squares = 0.0
 
-    def context(self, steps: float) -> Context:
-        """Return what they have when the server has made so many steps."""
+    def context(self, steps: float) -> StepContext:
+        """Return the tokens generated so far, without prompts, when the server has made so many steps."""
         tokens = max(0.0, self.number * steps - self._sum)
-        return Context(tokens, math.sqrt(max(0.0, self.number * self._squares - self._sum * self._sum)))
+        return StepContext(tokens, math.sqrt(max(0.0, self.number * self._squares - self._sum * self._sum)))

@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from arealite.core.foresee.core_sharing import Speeds
-from arealite.core.foresee.lengths import Context, Lengths
+from arealite.core.foresee.lengths import Lengths
 from arealite.core.foresee.recording import PlayedEpisode, Recording
+from arealite.utils.step_context import StepContext
 
 GENERATE = "generate"
 
@@ -28,7 +29,7 @@ class Speed(Protocol):
     @property
     def most(self) -> float: ...
 
-    def at(self, num_episodes: float, is_busy: bool, context: Context) -> float: ...
+    def at(self, num_episodes: float, is_busy: bool, context: StepContext) -> float: ...
 
     def shares(self, loads: list[float], rates: list[float], is_busy: bool) -> Speeds: ...
 
@@ -189,7 +190,7 @@ class _Sweep:
     def _rate(self, load: float, is_busy: bool, done: float) -> float:
         context = self._lengths.context(done)
         share = load / max(1, self._lengths.number)
-        return self.speed.at(load, is_busy, Context(share * context.tokens, share * context.spread))
+        return self.speed.at(load, is_busy, StepContext(share * context.tokens, share * context.spread))
 
     def apply(self, change: _Change) -> None:
         if change.place is None:

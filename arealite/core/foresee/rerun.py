@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
-from arealite.core.foresee.lengths import NOTHING, Context, Lengths
+from arealite.core.foresee.lengths import Lengths
 from arealite.core.foresee.recorded_work import GENERATE, mean_generated, recorded_work
 from arealite.core.foresee.recording import Recording, Settings
 from arealite.core.foresee.speed import GenerationSpeed, fit_speed
 from arealite.core.staleness_manager import Lead, StalenessManager
+from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 _ENDED_WITHOUT_RESULT = ("rejected", "failed")
 
@@ -105,10 +106,10 @@ class _Station:
         self.lengths.remove(began)
         return action
 
-    def context(self) -> Context:
+    def context(self) -> StepContext:
         """Return the tokens of all jobs, half-way to the end of the first."""
         if not self.jobs:
-            return NOTHING
+            return NO_CONTEXT
         return self.lengths.context(self.done + max(0.0, self.jobs[0][0] - self.done) / 2)
 
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from arealite.core.foresee.core_sharing import CoreUse, Speeds
 from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
-from arealite.core.foresee.lengths import NOTHING, Context
 from arealite.core.foresee.recorded_work import Timeline
 from arealite.core.foresee.recording import Recording
 from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
+from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 _MIN_RATES = 6
 
@@ -42,7 +42,7 @@ class GenerationSpeed(NamedTuple):
     # Tokens of a sequence before its generation begins: its prompt, and earlier turns.
     start_tokens: float = 0.0
 
-    def at(self, num_episodes: float, is_busy: bool, context: Context = NOTHING) -> float:
+    def at(self, num_episodes: float, is_busy: bool, context: StepContext = NO_CONTEXT) -> float:
         """Return the units of work per second of one episode on a server, before cores are shared."""
         if self.steps is not None:
             tokens = context.tokens + num_episodes * self.start_tokens

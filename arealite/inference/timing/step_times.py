@@ -6,28 +6,16 @@ costs a few microseconds a step.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
-
-class Context(NamedTuple):
-    """Tokens of the sequences of a step, and how much they differ.
-
-    `spread` is the number of sequences times the standard deviation of their lengths.
-    """
-
-    tokens: float = 0
-    spread: float = 0.0
+from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 
-NOT_KNOWN = Context()
-
-
-def context_of(lengths: np.ndarray) -> Context:
+def context_of(lengths: np.ndarray) -> StepContext:
     """Return the context of sequences of these lengths."""
     total = int(lengths.sum())
-    return Context(total, math.sqrt(max(0, len(lengths) * int(lengths @ lengths) - total * total)))
+    return StepContext(total, math.sqrt(max(0, len(lengths) * int(lengths @ lengths) - total * total)))
 
 
 class StepTimes:
@@ -45,7 +33,7 @@ class StepTimes:
         prompt_tokens: int,
         seconds: float,
         cpu_s: float,
-        context: Context = NOT_KNOWN,
+        context: StepContext = NO_CONTEXT,
         steps: int = 1,
     ) -> None:
         """Count steps that decoded so many sequences each. CPU seconds are those of the engine's thread."""
@@ -60,7 +48,7 @@ class StepTimes:
         return [[*row] for _, row in sorted(self._rows.copy().items())]
 
 
-def row_key(sequences: float, prompt_tokens: float, context: Context) -> tuple[int, bool, int, bool]:
+def row_key(sequences: float, prompt_tokens: float, context: StepContext) -> tuple[int, bool, int, bool]:
     """Return which steps are added up."""
     mean = context.tokens / max(1, sequences)
     return round(sequences).bit_length(), prompt_tokens > 0, int(mean).bit_length(), 4 * context.spread > context.tokens

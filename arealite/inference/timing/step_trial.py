@@ -15,7 +15,8 @@ import numpy as np
 
 from arealite.inference.core import EngineCore
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.timing.step_times import Context, StepTimes
+from arealite.inference.timing.step_times import StepTimes
+from arealite.utils.step_context import StepContext
 
 # Of the whole trial, and the clock that counts them. On CPU a trainer starts on the same cores meanwhile.
 _MAX_SECONDS = {"cpu": 0.5, "cuda": 0.6}
@@ -78,7 +79,7 @@ class _Steps(NamedTuple):
     prompt_tokens: int
     seconds: float
     cpu_s: float
-    context: Context
+    context: StepContext
     steps: int
 
 
@@ -106,7 +107,7 @@ def _measure(core: EngineCore, load: int, prompts: Sequence[int], end: float) ->
     # Otherwise sequences waited, or the model's values were not finite.
     if steps == 0 or made != steps * load:
         return None
-    context = Context(*(sum(values) / steps for values in zip(*contexts, strict=True)))
+    context = StepContext(*(sum(values) / steps for values in zip(*contexts, strict=True)))
     seconds, cpu_s = (_total(np.diff(values), device) for values in zip(*times, strict=True))
     return _Steps(load, 0, seconds, cpu_s, context, steps)
 

@@ -18,7 +18,8 @@ from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.core.foresee.recording import PlayedEpisode, PlayedStep, Recording, ServerLoad, Settings
 from arealite.core.foresee.rerun import Scenario, _Run, _Station
 from arealite.core.foresee.resources import ServerUse, StepTime
-from arealite.inference.timing.step_times import NOT_KNOWN, Context, StepTimes, context_of
+from arealite.inference.timing.step_times import StepTimes, context_of
+from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 SAMPLE_S = 2.0
 
@@ -44,7 +45,7 @@ class World:
     context_s: float = 0.0
     spread_s: float = 0.0
 
-    def seconds(self, load: int, context: Context = NOT_KNOWN) -> float:
+    def seconds(self, load: int, context: StepContext = NO_CONTEXT) -> float:
         return self._of_load(load) + self.context_s * context.tokens + self.spread_s * context.spread
 
     def _of_load(self, load: int) -> float:
@@ -77,7 +78,7 @@ class _TokenServer(_Station):
         self.world, self.times = world, StepTimes()
         self.running: list[_Answer] = []
         self.queue: deque[_Answer] = deque()
-        self.step_s, self.num_prompts, self.decoded = 0.0, 0, NOT_KNOWN
+        self.step_s, self.num_prompts, self.decoded = 0.0, 0, NO_CONTEXT
 
     def submit(self, lengths: Sequence[int], action: Callable[[], None]) -> None:
         group = SimpleNamespace(left=len(lengths), action=action, has_prompt=True)
@@ -253,8 +254,8 @@ def record(world: World, eta: int, num_steps: int = 20, lead: int | None = None,
 
 def _trial(world: World) -> list[StepTime]:
     """Return what servers measure at their start."""
-    found = [(load, Context(20 * load)) for load in (1 << i for i in range(9))]
-    found += [(64, Context(5120, 4600.0)), (64, Context(16384))]
+    found = [(load, StepContext(20 * load)) for load in (1 << i for i in range(9))]
+    found += [(64, StepContext(5120, 4600.0)), (64, StepContext(16384))]
     rows = []
     for load, context in found:
         seconds = 4 * world.seconds(load, context)
