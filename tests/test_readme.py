@@ -80,10 +80,12 @@ def test_readme_is_short():
 
 
 def test_both_languages_say_the_same():
-    """The same headings in the same order, identical code, links and numbers of the results."""
+    """The same headings in the same order, identical code, names, links and numbers of the results."""
     code = re.compile(r"^(?:<!-- test: .*? -->\n)?```.*?^```$", re.DOTALL | re.MULTILINE)
     assert code.findall(README) == code.findall(CHINESE)
     english, chinese = (code.sub("", page) for page in (README, CHINESE))
+    names = [set(re.findall(r"`[^`\n]+`", page)) for page in (english, chinese)]
+    assert names[0] == names[1]
     levels = [re.findall(r"^(#+) ", page, re.MULTILINE) for page in (english, chinese)]
     assert levels[0] == levels[1]
     assert re.findall(r"about ([\d,]+) lines", english) == re.findall(r"约 ([\d,]+) 行", chinese)
