@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # With workers, one process forks for all of them. Without, it starts at the first test that needs it.
     if config.getoption("numprocesses", None) and not config.getoption("collectonly"):
         warm_python.prepare()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Let workers be forks of the process that has imported torch. Each of them would import it again."""
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, warm_python.__file__, "--worker"])
 
 
 @pytest.hookimpl(wrapper=True)

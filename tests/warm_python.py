@@ -7,6 +7,7 @@ directory, output and exit code. All pytest workers share one such process; it e
 Python programs that such a process starts are forked, too: servers and ranks of a launcher, fork servers of rewards.
 
 `python tests/warm_python.py --run COMMAND...` is a program that behaves like `python COMMAND...`, for shell scripts.
+With `--worker` it reads its own standard input: the workers of pytest-xdist are such programs.
 
 /proc/PID/environ of such a process shows its environment, and its command as the variable `COMMAND_ENV`.
 /proc/PID/cmdline is that of the server. Use a plain `subprocess` where the start itself or a command line is tested.
@@ -150,17 +151,19 @@ def start(
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | Path = ROOT,
+    stdin: int = subprocess.DEVNULL,
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.DEVNULL,
     can_fork: bool = True,
 ) -> WarmProcess:
-    """Like `subprocess.Popen([sys.executable, *command], text=True)`; outputs: descriptors, DEVNULL, PIPE, STDOUT.
+    """Like `subprocess.Popen([sys.executable, *command], text=True)`.
 
+    Streams are descriptors or DEVNULL; outputs may also be PIPE or STDOUT.
     `can_fork`: whether Python programs that it starts are its forks; not if it has threads that they would miss.
     """
     prepare()
     ours: list[IO[str] | None] = []
-    theirs: list[int] = []
+    theirs = [os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else os.dup(stdin)]
     for kind in (stdout, stderr):
         reader = None
         if kind == subprocess.PIPE:
@@ -169,7 +172,7 @@ def start(
         elif kind == subprocess.DEVNULL:
             writer = os.open(os.devnull, os.O_WRONLY)
         else:
-            writer = os.dup(theirs[0] if kind == subprocess.STDOUT else kind)
+            writer = os.dup(theirs[1] if kind == subprocess.STDOUT else kind)
         ours.append(reader)
         theirs.append(writer)
     request: dict[str, Any] = {"command": [str(part) for part in command], "env": dict(env or os.environ)}
@@ -192,11 +195,12 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
     return subprocess.CompletedProcess(list(command), process.wait(), stdout, stderr)
 
 
-def run_in_place(command: Sequence[str], can_fork: bool = True) -> NoReturn:
-    """Run a command with the streams of this process, pass signals on, and end with its exit code."""
-    process = start(command, cwd=os.getcwd(), stdout=1, stderr=2, can_fork=can_fork)
+def run_in_place(command: Sequence[str], can_fork: bool = True, stdin: int = subprocess.DEVNULL) -> NoReturn:
+    """Run a command with the outputs of this process, pass signals on, and end with its exit code."""
+    process = start(command, cwd=os.getcwd(), stdin=stdin, stdout=1, stderr=2, can_fork=can_fork)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: process.send_signal(number))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: process.send_signal(number))
     code = process.wait()
     os._exit(code if code >= 0 else 128 - code)
 
@@ -225,12 +229,12 @@ def _serve(address: str) -> dict[str, Any]:
             os._exit(0)
         if listener in ready:
             connection = listener.accept()[0]
-            message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+            message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
             pid = os.fork()
             if pid == 0:
                 for inherited in (listener, connection, *children):
                     inherited.close()
-                return {**json.loads(message), "outputs": descriptors, "server": server}
+                return {**json.loads(message), "streams": descriptors, "server": server}
             for descriptor in descriptors:
                 os.close(descriptor)
             children[connection] = pid
@@ -269,8 +273,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != request["server"]:
         os._exit(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, descriptor in enumerate([nothing, *request["outputs"]]):
+    for number, descriptor in enumerate(request["streams"]):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request["cwd"])
@@ -396,5 +399,8 @@ def _run_main(command: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
         run_in_place(sys.argv[2:])
+    if sys.argv[1] == "--worker":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the worker itself
+        run_in_place(sys.argv[sys.argv.index("-c") :], can_fork=False, stdin=0)
     _path = sys.path[1:]
     _become(_serve(sys.argv[1]))
