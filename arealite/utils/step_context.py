@@ -1,7 +1,7 @@
-"""`StepContext`: tokens of the sequences that a server decodes at once. Its steps take longer with more of them.
+"""`StepContext`: tokens of the sequences that a server decodes at once.
 
-The embedded engine counts it for each step (`inference/timing`), and predictions of other loads use it
-(`core/foresee`).
+The more tokens, the longer a decode step. The embedded engine counts them for each step (`inference/timing`), and
+predictions of other loads use them (`core/foresee`).
 """
 
 from typing import NamedTuple

@@ -21,6 +21,6 @@ class Lengths:
             self._sum = self._squares = 0.0
 
     def context(self, steps: float) -> StepContext:
-        """Return the tokens generated so far, without prompts, when the server has made so many steps."""
+        """Return the generated tokens, without prompts, when the server has made so many steps."""
         tokens = max(0.0, self.number * steps - self._sum)
         return StepContext(tokens, math.sqrt(max(0.0, self.number * self._squares - self._sum * self._sum)))
