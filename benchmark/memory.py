@@ -65,8 +65,33 @@ TRAINERS: dict[str, tuple[str, dict, float]] = {
         {"param_dtype": "bfloat16", "gradient_checkpointing": True, "lora_rank": 16, "max_tokens_per_mb": 8192},
         120,
     ),
+    "train-32B-lora-fp8": (
+        "32B",
+        {
+            "param_dtype": "bfloat16",
+            "gradient_checkpointing": True,
+            "lora_rank": 16,
+            "frozen_weight_dtype": "fp8",
+            "max_tokens_per_mb": 8192,
+        },
+        120,
+    ),
+    "train-32B-lora-nf4": (
+        "32B",
+        {
+            "param_dtype": "bfloat16",
+            "gradient_checkpointing": True,
+            "lora_rank": 16,
+            "frozen_weight_dtype": "nf4",
+            "max_tokens_per_mb": 8192,
+        },
+        120,
+    ),
 }
-LARGE = ("train-7B-bf16", "train-7B-lora", "train-14B-8bit", "train-14B-lora", "train-32B-lora")
+LARGE = (
+    "train-7B-bf16", "train-7B-lora", "train-14B-8bit", "train-14B-lora", "train-32B-lora", "train-32B-lora-fp8",
+    "train-32B-lora-nf4",
+)  # fmt: skip
 SERVERS: dict[str, tuple[str, dict, float]] = {
     "server-0.5B": ("0.5B", {}, 60),
     "server-1.5B": ("1.5B", {"mem_fraction": 0.4}, 60),

@@ -342,7 +342,11 @@ class GRPOConfig(BaseExperimentConfig):
                 f"actor.temperature={actor.temperature} differs from gconfig.temperature={gconfig.temperature}: "
                 "log-probs of the two sides would belong to different distributions"
             )
-        if self.server.weight_dtype == "fp8" and actor.lora_rank and self.rollout.weight_update in ("auto", "disk"):
+        if (
+            self.server.weight_dtype == "fp8"
+            and actor.sends_adapters
+            and self.rollout.weight_update in ("auto", "disk")
+        ):
             yield (
                 f"rollout.weight_update={self.rollout.weight_update} sends adapters alone, and "
                 "server.weight_dtype=fp8 cannot merge them: set rollout.weight_update=shm, which sends merged weights"

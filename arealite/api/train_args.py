@@ -81,6 +81,10 @@ class TrainEngineConfig(Section):
     lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
     lora_alpha: int | None = _help("Adapters are scaled by alpha / rank; null: 2 * lora_rank.", None, AT_LEAST_1)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
+    frozen_weight_dtype: str = _choice(
+        "Linear layers that are not trained (below adapters, of a reference): auto is param_dtype, nf4 is QLoRA's.",
+        "auto", "fp8", "nf4",
+    )  # fmt: skip
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
     router_aux_loss_coef: float = _help(
         "Mixtures of experts: weight of the load-balancing loss of the Switch Transformer; 0 is off.", 0.0, NOT_NEGATIVE
@@ -107,7 +111,17 @@ class TrainEngineConfig(Section):
         # Adapters start at zero and have few parameters: they take larger steps than pretrained weights.
         return self.default_lr * (10.0 if self.lora_rank else 1.0)
 
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether servers can get adapters alone: not if their base differs from the trainer's."""
+        return self.lora_rank > 0 and self.frozen_weight_dtype == "auto"
+
     def problems(self) -> Iterator[str]:
+        low_bit = f"frozen_weight_dtype={self.frozen_weight_dtype}"
+        if self.frozen_weight_dtype != "auto" and self.optimizer is not None and not self.lora_rank:
+            yield f"{low_bit} is for weights that are not trained: set lora_rank too, or leave it out"
+        if self.frozen_weight_dtype != "auto" and self.cpu_offload:
+            yield f"{low_bit} keeps weights on the device, cpu_offload in host memory: leave one of them out"
         for key in ("lora_targets", "lora_alpha"):
             if getattr(self, key) and not self.lora_rank:
                 yield f"{key} is set but lora_rank is 0: set lora_rank too"
@@ -130,6 +144,11 @@ class TrainEngineConfig(Section):
             raise ConfigError(
                 f"cpu_offload=true with p{layout.pipeline}: pipeline stages keep their weights on the device. Leave it "
                 "out, or use p1 and give those ranks to d"
+            )
+        if self.frozen_weight_dtype != "auto" and max(layout.tensor, layout.pipeline, layout.expert) > 1:
+            raise ConfigError(
+                f"frozen_weight_dtype={self.frozen_weight_dtype} with {layout}: layers in low bits are whole on every "
+                "rank, and not divided over ranks of t, p or e. Give those ranks to d or c"
             )
         if layout.tensor > 1 and self.lora_rank:
             raise ConfigError(

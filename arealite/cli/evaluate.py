@@ -164,7 +164,7 @@ def evaluate_checkpoint(settings: EvalConfig, checkpoint: Checkpoint) -> int:
     """Evaluate one checkpoint on servers of its own; returns the exit code."""
     path, name = checkpoint.path, checkpoint.path.name
     is_adapter = (path / _ADAPTER).exists()
-    actor = replace(settings.actor, lora_rank=0, path=str(path))
+    actor = replace(settings.actor, lora_rank=0, frozen_weight_dtype="auto", path=str(path))
     config = replace(settings, trial_name=name, version=checkpoint.version, actor=actor)
     if is_adapter:
         config = replace(config, actor=settings.actor, adapter=str(path))

@@ -22,7 +22,7 @@ from arealite.workflow.vision_rlvr import make_rlvr
 _REFUSED = {
     "reward_processing_classes": "score with a function that has its own tokenizer",
     "callbacks": "read result.history, or stats.jsonl of the run directory while it trains",
-    "quantization_config": "train in bfloat16, with peft_config or adamw_8bit to save memory",
+    "quantization_config": "set actor.frozen_weight_dtype to nf4 or fp8 in args, with peft_config",
     "tools": "use a workflow with tools (docs/workflows.md)",
     "rollout_func": "use a workflow of your own (docs/workflows.md)",
     "environment_factory": "use AgenticWorkflow (docs/workflows.md)",

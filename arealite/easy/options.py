@@ -152,6 +152,8 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
     if _needs_reference(given, cls) and given.get("ref.path") is None:
         dtype = given.get(f"{section}.dtype", defaults[f"{section}.dtype"])
         defaults |= {"ref.path": model, "ref.dtype": dtype, "ref.device": device}
+        # Then it is the policy without its adapters.
+        defaults["ref.frozen_weight_dtype"] = given.get(f"{section}.frozen_weight_dtype", "auto")
     sources = [(name, _without(values, ("warmup_steps",))) for name, values in given.sources]
     has_sets = given.get("valid_dataset") is not None or given.get("valid_datasets")
     if not has_sets and not {"valid_dataset.path", "valid_datasets"} & data.keys():

@@ -53,6 +53,7 @@ class LaunchConfig:
     setup_timeout_s: float = 300.0
     weight_update: str = "auto"
     server_addrs: list[str] = field(default_factory=list)
+    # Of the adapters that servers may get; 0 if they get whole weights.
     lora_rank: int = 0
     routing_replay: bool = False
     # Names of the sections that become engines, and the path of each model, by key.
@@ -60,6 +61,8 @@ class LaunchConfig:
     model_paths: dict[str, str] = field(default_factory=dict)
     # Pipeline stages of each rank, for the models that are trained or evaluated.
     stages_per_rank: dict[str, int] = field(default_factory=dict)
+    # Keys of the models whose frozen layers are in low bits.
+    low_bit_paths: list[str] = field(default_factory=list)
     # Paths of datasets, by key. `reads_datasets`: the script passes them to a loader of `arealite.dataset`.
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
@@ -212,7 +215,10 @@ def _pick_keys(values: Any) -> LaunchConfig:
     model = _section(values, "actor") or _section(values, "model")
     config.model_path = config.server.model_path or model.get("path", "")
     config.train_device = model.get("device", "auto")
-    config.lora_rank = model.get("lora_rank", 0)
+    in_low_bits = {name: _section(values, name).get("frozen_weight_dtype", "auto") != "auto" for name in _MODELS}
+    config.low_bit_paths = [f"{name}.path" for name in _MODELS if in_low_bits[name]]
+    # Merged weights are sent if the trainer's base is not that of the servers.
+    config.lora_rank = 0 if in_low_bits["actor"] else model.get("lora_rank", 0)
     if config.server.dtype == "auto" and model.get("dtype") == "float32":
         # Rounded to bfloat16, weights lose most of what a step changes: servers would sample from an older policy.
         config.server.dtype = "float32"

@@ -22,7 +22,6 @@ from arealite.launcher.job import Job
 from arealite.launcher.placement import Placement
 from arealite.utils.memory.estimate import (
     CUDA_CONTEXT,
-    ITEM_BYTES,
     PROCESS,
     Needs,
     choose_sizes,
@@ -31,6 +30,8 @@ from arealite.utils.memory.estimate import (
     server_needs,
     stage_parameters,
     training_needs,
+    weight_bytes,
+    without_low_bit,
 )
 from arealite.utils.memory.model_size import ModelSize, read_model_size
 
@@ -142,10 +143,13 @@ def _hosts(placement: Placement, devices: list[Device], total: float | None) -> 
             engines = {name: Needs(needs.host) for name, needs in process.engines.items() if needs.host}
             loads = process.name == "rank 0" or process.name.startswith("server")
             size = len(placement.ranks) if process.name == "rank 0" else 1
-            largest = max((needs.lasting | needs.host).get("weights", 0.0) for needs in process.engines.values())
+            largest = max(
+                needs.loaded or size * (needs.lasting | needs.host).get("weights", 0.0)
+                for needs in process.engines.values()
+            )
             # Optimizer states and gradients come when nothing is loaded any more.
             later = sum(v for needs in engines.values() for k, v in needs.lasting.items() if k != "weights")
-            loading = max(0.0, largest * size - later) if loads else 0.0
+            loading = max(0.0, largest - later) if loads else 0.0
             engines |= {"all": Needs({}, {"loading": loading})} if loading or not engines else {}
             processes.append(Process(process.name, PROCESS, engines))
         hosts.append(Device(f"node {node} host", total, processes))
@@ -198,7 +202,9 @@ class _Servers:
     def _adapted(self) -> float:
         """Return the parameters of layers that LoRA changes, if adapters are sent instead of merged weights."""
         actor, rollout = self.values.get("actor") or {}, self.values.get("rollout") or {}
-        if not actor.get("lora_rank") or rollout.get("weight_update", "auto") not in ("auto", "disk"):
+        if not actor.get("lora_rank") or actor.get("frozen_weight_dtype", "auto") != "auto":
+            return 0.0
+        if rollout.get("weight_update", "auto") not in ("auto", "disk"):
             return 0.0
         assert self.size is not None
         return self.size.adapted_parameters(actor.get("lora_targets") or ())
@@ -234,11 +240,7 @@ def _ranks(
         configs = {name: _engine_config(name, values[name]) for name in names}
         models = {name: sizes[str(values[name]["path"])] for name in names}
         known = {n: s.with_scalar_head() if n in scalar else s for n, s in models.items() if s is not None}
-        stages = placement.mode.train.pipeline
-        shards = placement.mode.train.world_size / stages
-        weights = sum(
-            ITEM_BYTES[configs[n].param_dtype] * stage_parameters(s, stages) / shards for n, s in known.items()
-        )
+        weights = sum(weight_bytes(s, configs[n], placement.mode.train) for n, s in known.items())
         free = None if left is None else left - context - weights
         engines = {
             name: _engine_needs(
@@ -263,7 +265,7 @@ def _engine_needs(
     values: Values,
     has_scalar_head: bool,
 ) -> Needs:
-    whole = stage_parameters(size, train.pipeline)
+    whole = stage_parameters(without_low_bit(size, config), train.pipeline)
     own = whole * train.pipeline / train.world_size if not config.lora_rank else 0.0
     if not on_gpu:
         plan = cpu_sizes(config)
@@ -375,6 +377,10 @@ def _changes(values: Values, worst: Device) -> Iterator[dict[str, Any]]:
     if not (values[main].get("lora_rank")):
         yield small | {f"{main}.lora_rank": 16}
         yield {f"{main}.lora_rank": 16, "server.mem_fraction": 0.3} | small
+    size = read_model_size(str(values[main]["path"]))
+    if size is not None and not size.experts:
+        base = small | {f"{main}.lora_rank": values[main].get("lora_rank") or 16}
+        yield from (base | {f"{main}.frozen_weight_dtype": kind} for kind in ("fp8", "nf4"))
     yield {f"{main}.cpu_offload": True, f"{main}.gradient_checkpointing": True}
 
 

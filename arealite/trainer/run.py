@@ -45,7 +45,7 @@ from arealite.utils.rundir import RunDir
 from arealite.utils.script_check import end_check
 from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
-from arealite.weights.sync import make_weight_meta, sync_weights
+from arealite.weights.sync import make_weight_meta, needs_first_sync, sync_weights
 
 logger = logging.getLogger("arealite.run")
 P = ParamSpec("P")
@@ -365,9 +365,9 @@ class Run:
         first = 0 if last is None else last.global_step + 1
         if first and rank() == 0:
             show_message(f"resuming after step {first}")
-        # Servers that this run did not start may hold the weights of another run.
-        if self.rollout is not None and (first or broadcast_json(self.rollout.has_other_weights())):
-            weights = make_weight_meta(cast(GRPOConfig, self.config), self.dir, self.rollout)
+        config = cast(GRPOConfig, self.config)
+        if self.rollout is not None and (first or needs_first_sync(config, self.rollout)):
+            weights = make_weight_meta(config, self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
         if self._ledger is not None and last is None:
             self._ledger.clear(("stream", "submitted", "direct"))

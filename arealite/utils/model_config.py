@@ -108,7 +108,28 @@ def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int) -
         if layout.pipeline > 1:
             check_stages(family, config.get("num_hidden_layers"), layout.pipeline * stages_per_rank)
         text = config.get("text_config", config)
-        check_experts(family, next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0), layout)
+        check_experts(family, _num_experts(text), layout)
+
+
+def check_low_bit(path: str) -> None:
+    """Raise `ConfigError` for the model in a local folder whose layers cannot be stored in low bits."""
+    file = Path(path).expanduser() / "config.json"
+    if file.is_file():
+        config = _read_object(file)
+        text = config.get("text_config", config)
+        reject_low_bit_experts(str(config.get("model_type")), _num_experts(text))
+
+
+def reject_low_bit_experts(family: str, num_experts: int) -> None:
+    if num_experts:
+        raise ConfigError(
+            f"frozen_weight_dtype is for dense models, but model type {family!r} has {num_experts} experts in a layer: "
+            "leave it out"
+        )
+
+
+def _num_experts(text: dict[str, Any]) -> int:
+    return next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

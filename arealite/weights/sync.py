@@ -83,6 +83,15 @@ def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdat
     transport.remove_old(published)
 
 
+def needs_first_sync(config: GRPOConfig, rollout: InferenceEngine) -> bool:
+    """Return whether servers may hold other weights than a new trainer. Called by all ranks.
+
+    They have the base as it is in `actor.path`, not in low bits. Servers that this run did not start may have the
+    weights of another run.
+    """
+    return config.actor.frozen_weight_dtype != "auto" or distributed.broadcast_json(rollout.has_other_weights())
+
+
 def make_weight_meta(
     config: GRPOConfig, run_dir: RunDir | str | Path, rollout: InferenceEngine | None = None
 ) -> WeightUpdateMeta:
@@ -92,7 +101,7 @@ def make_weight_meta(
     share it. Without `rollout` servers cannot be asked: `auto` is disk and `shm` is host memory.
     """
     folders = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
-    disk = WeightUpdateMeta("disk", str(folders.weights), is_adapter=config.actor.lora_rank > 0)
+    disk = WeightUpdateMeta("disk", str(folders.weights), is_adapter=config.actor.sends_adapters)
     way = config.rollout.weight_update
     if way == "disk":
         return disk
@@ -101,8 +110,7 @@ def make_weight_meta(
     if way in ("stream", "delta"):
         if config.actor.lora_rank > 0:
             raise ConfigError(
-                f"rollout.weight_update={way} sends shards, but adapters are merged with whole weights: set disk, "
-                "which sends the adapter alone"
+                f"rollout.weight_update={way} sends shards, but adapters are merged with whole weights: set auto"
             )
         return WeightUpdateMeta("delta" if way == "delta" else "stream")
     host = WeightUpdateMeta("shm", _decide(lambda: str(folders.shared_weights)))
@@ -131,7 +139,7 @@ def _log(message: str, decision: str) -> None:
 
 def _why_not_shared(config: GRPOConfig, meta: WeightUpdateMeta, rollout: InferenceEngine | None) -> str:
     """Return why weights cannot travel in shared memory; empty if they can."""
-    if config.actor.lora_rank > 0:
+    if config.actor.sends_adapters:
         return "adapters are folders"
     if rollout is None:
         return "the servers cannot be asked from here"

@@ -94,6 +94,28 @@ print("SECOND", json.dumps(again.history), again.path)
 
 
 @pytest.mark.slow
+def test_adapters_on_a_base_in_four_bits_learn(tmp_path):
+    pytest.importorskip("peft")
+    output = run(
+        """
+import json
+from peft import LoraConfig
+settings["config"]["actor"]["frozen_weight_dtype"] = "nf4"
+adapters = LoraConfig(r=8, target_modules="all-linear")
+result = GRPOTrainer(train_dataset=rows, reward_fn=many_a, max_steps=8, args=dict(beta=0.01), peft_config=adapters,
+                     **settings).train()
+print("STEPS", json.dumps([[step["reward"], step["ref_kl"]] for step in result.history]))
+""",
+        tmp_path,
+    )
+    line = next((line for line in output.splitlines() if line.startswith("STEPS ")), None)
+    assert line is not None, output
+    rewards, kls = zip(*json.loads(line.removeprefix("STEPS ")), strict=True)
+    # The reference is in low bits too: it is the policy before the first step.
+    assert len(rewards) == 8 and rewards[-1] > rewards[0] + 0.2 and kls[0] < 1e-6 < kls[-1], output
+
+
+@pytest.mark.slow
 def test_an_error_of_the_reward_ends_the_run_with_its_message(tmp_path):
     output = run(
         """

@@ -1,4 +1,4 @@
-"""A LoRA actor and a real embedded server: only adapters travel, and a restarted server gets the newest."""
+"""A LoRA actor and a real embedded server: only adapters travel, unless the base is in low bits."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.network import free_port
-from arealite.weights.sync import make_weight_meta, sync_weights
+from arealite.weights.sync import make_weight_meta, needs_first_sync, sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 from tests.engine.engine_testing import SPEC, engine_config
 from tests.server_process import server_process
@@ -83,6 +83,38 @@ def test_grpo_steps_push_adapters_and_a_new_server_gets_them(mode, model_path, t
             with pytest.raises(WeightUpdateError, match="use_dora"):
                 engine.update_weights(type(meta)("disk", str(folder), 4, is_adapter=True))
             assert server.get("server_info")["weight_version"] == "3"
+    finally:
+        engine.destroy()
+        actor.destroy()
+
+
+def test_a_base_in_low_bits_is_pushed_merged(model_path, tokenizer, tmp_path):
+    config = GRPOConfig("e", "t")
+    config.actor = engine_config(str(model_path), PPOActorConfig, lr=5e-2, lora_rank=2, frozen_weight_dtype="nf4")
+    config.rollout = InferenceEngineConfig(setup_timeout_s=60)
+    actor = FSDPPPOActor(config.actor)
+    actor.initialize(SPEC)
+    engine = RemoteSGLangEngine(config.rollout)
+    workflow = RLVRWorkflow(
+        vowels, GenerationHyperparameters(n_samples=4, max_new_tokens=12), tokenizer, reward_inline=True
+    )
+    rows = [[{"prompt": f"say {i}"} for i in range(4)]]
+    try:
+        with server_process(model_path) as server:
+            engine.initialize([server.address], 4)
+            weights = make_weight_meta(config, tmp_path, engine)
+            assert not weights.is_adapter and needs_first_sync(config, engine)
+            # Servers start with the base as it is in the folder.
+            assert gap(actor, engine) > 1e-3
+            sync_weights(actor, engine, weights.with_version(0))
+            assert gap(actor, engine) < 1e-3
+            for step in range(2):
+                batch = engine.prepare_batch(rows, workflow)
+                batch["prox_logp"] = actor.compute_logp(batch)
+                actor.compute_advantages(batch)
+                actor.ppo_update(batch)
+                sync_weights(actor, engine, weights.with_version(step + 1))
+                assert gap(actor, engine) < 1e-3
     finally:
         engine.destroy()
         actor.destroy()

@@ -132,6 +132,25 @@ def test_adapters_on_two_ranks_train_like_one(model_dirs, two_ranks):
     assert one[-1] < one[0]
 
 
+def _low_bit_on_rank(rank, path):
+    rows, found = [0, 1, 2, 3] if rank is None else [[0, 1, 2], [3]][rank], {}
+    for kind in ("fp8", "nf4"):
+        engine = lora_engine(path, steps=0, frozen_weight_dtype=kind)
+        losses = [engine.train_lm(select_rows(BATCH, rows))["loss"] for _ in range(3)]
+        found[kind] = losses, {name: value.clone() for name, value in engine.gather_weights()}
+    return found
+
+
+def test_a_base_in_low_bits_on_two_ranks_trains_and_is_published_like_on_one(model_dirs, two_ranks):
+    one = _low_bit_on_rank(None, model_dirs["qwen2"])
+    first, second = two_ranks.run(_low_bit_on_rank, model_dirs["qwen2"])
+    for kind, (losses, weights) in one.items():
+        assert first[kind][0] == second[kind][0] == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]
+        for name, value in first[kind][1].items():
+            torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-4)
+            assert torch.equal(value, second[kind][1][name])
+
+
 def test_unknown_targets_are_rejected(model_dirs):
     with pytest.raises(ConfigError, match="q_proj"):
         lora_engine(model_dirs["qwen2"], lora_targets=["query"])

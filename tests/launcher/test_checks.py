@@ -97,6 +97,15 @@ def test_layouts_that_do_not_fit_the_model(refused, work):
     refused(r"actor\.path: .*e·t = 4 ranks, but the model has 6", path, mode="d4e4")
 
 
+def test_layers_in_low_bits(refused, work):
+    (work / "model").mkdir()
+    (work / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 6}))
+    model, low = f"actor.path={work / 'model'}", "actor.frozen_weight_dtype=nf4"
+    refused(r"actor\.path: .*'mixtral' has 6 experts", model, low, "actor.lora_rank=4")
+    refused(r"frozen_weight_dtype=nf4 is for weights that are not trained: set lora_rank", low)
+    refused(r"frozen_weight_dtype=nf4 with d1p1t2: .* Give those ranks to d or c", low, "actor.lora_rank=4", mode="t2")
+
+
 def test_control_characters(refused):
     refused(r"launcher\.slurm\.comment must not contain", 'launcher.slurm.comment="a\\n#SBATCH --wrap=b"')
     refused(r"sglang\.x must not contain", 'sglang.x="a\\nb"')

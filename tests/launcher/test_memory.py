@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from arealite.cli import plan
+from arealite.launcher.memory import Device, _changes
 from arealite.utils.memory.model_size import read_model_size
 
 SHAPES = {
@@ -161,6 +162,33 @@ def test_adapters_have_a_line_and_the_optimizer(show, models):
     assert f"weight update {gib(size.adapted_parameters(['q_proj', 'v_proj']), 2)}" in fewer
     merged = show("7B", "cluster.gpu_memory_gib=139.8", "actor.lora_rank=64", "rollout.weight_update=shm")
     assert f"weight update {gib(size.parameters, 2)}" in merged
+
+
+@pytest.mark.parametrize(("kind", "size_bytes"), [("fp8", 1.0), ("nf4", 0.53125)])
+def test_frozen_layers_in_low_bits(show, models, kind, size_bytes):
+    size = read_model_size(str(models / "7B"))
+    assert size is not None
+    low = ("cluster.gpu_memory_gib=139.8", "actor.lora_rank=16", f"actor.frozen_weight_dtype={kind}")
+    layers = size.adapted_parameters()
+    weights = f"{(size_bytes * layers + 4 * (size.parameters - layers)) / 2**30:.1f}"
+    text = show("7B", *low)
+    assert f"weights {weights}, adapters" in text and "dequantized layer 0." in text
+    # The host loads the model in the type of the parameters; servers get whole weights.
+    assert f"loading {gib(size.parameters)}" in text.split("node 0 host")[1]
+    assert f"weight update {gib(size.parameters, 2)}" in text
+    # Every rank has all of these layers.
+    two = total_of(show("7B", *low, "actor.max_tokens_per_mb=4096", sides="embedded.d1+d2"), "rank 0")
+    one = total_of(show("7B", *low, "actor.max_tokens_per_mb=4096"), "rank 0")
+    assert size_bytes * layers / 2**30 < two < one
+
+
+def test_low_bits_are_suggested_for_dense_models(models, tmp_path):
+    Qwen3MoeConfig(num_experts=8).save_pretrained(tmp_path)
+    for path, is_dense in ((models / "7B", True), (tmp_path, False)):
+        values = {"actor": {"path": str(path), "lora_rank": 8}}
+        changes = list(_changes(values, Device("node 0 gpu 0", None, [])))
+        kinds = [each["actor.frozen_weight_dtype"] for each in changes if "actor.frozen_weight_dtype" in each]
+        assert kinds == (["fp8", "nf4"] if is_dense else [])
 
 
 def test_a_reward_model_has_no_vocabulary_head(show, models, tmp_path):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.engine.fsdp.lora import add_adapters
+from arealite.engine.fsdp.low_bit import low_bit_buffers, quantize_frozen
 from arealite.utils.memory.estimate import CUDA_CONTEXT, MemoryPlan, Needs, server_needs, training_needs
 from arealite.utils.memory.model_size import ModelSize, read_model_size
 
@@ -112,6 +113,24 @@ def test_adapters_and_their_optimizer_are_those_of_the_real_model(targets):
     )
     assert needs.lasting["optimizer"] == 8 * adapters
     assert needs.passing.get("gradients", 0) in (0, 4 * adapters)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_low_bit_weights_are_those_of_the_real_model(kind):
+    pytest.importorskip("peft")
+    model = make_small(AutoModelForCausalLM, tie_word_embeddings=False)
+    config = TrainEngineConfig(lora_rank=8, frozen_weight_dtype=kind, device="cpu")
+    size = ModelSize.of(model.config.to_dict(), counted(model))
+    add_adapters(model, config)
+    quantize_frozen(model, config)
+    held = sum(t.nbytes for t in low_bit_buffers(model).values())
+    held += sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    needs = training_needs(size, config, PLAN, on_gpu=True)
+    # The scales of FP8 are not counted: here the rows are short.
+    assert needs.lasting["weights"] == pytest.approx(held, rel=1e-6 if kind == "nf4" else 0.03)
+    plain = training_needs(size, replace(config, frozen_weight_dtype="auto"), PLAN, on_gpu=True)
+    assert needs.passing["gathered weights"] < plain.passing["gathered weights"]
+    assert needs.lasting["optimizer"] == plain.lasting["optimizer"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp import lora
+from arealite.engine.fsdp.low_bit import LowBitLinear, low_bit_buffers, low_bit_weights
 from arealite.engine.fsdp.model import PackedModel, load_model
 from arealite.engine.fsdp.parallel import local, offset_of, whole
 from arealite.engine.fsdp.sharding import all_tensors, copy_from_first
@@ -74,6 +75,11 @@ def _parameters(engine: EngineState) -> dict[str, torch.Tensor]:
     return {n: own.get(n, like) for n, like in engine.pipeline.all_parameters.items()}
 
 
+def _weights(engine: EngineState) -> dict[str, torch.Tensor | LowBitLinear]:
+    """Return all parameters, and the layers whose weights are in low bits."""
+    return {**_parameters(engine), **low_bit_weights(engine.model)}
+
+
 def _saved_buffers(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return buffers that belong to a checkpoint, such as a router's correction bias."""
     own = own_buffers(engine.model)
@@ -109,7 +115,7 @@ def _fetch(engine: EngineState, name: str, dtype: torch.dtype, make: Callable[[]
 def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return what `gathered_parameters` yields, on the `meta` device."""
     dtype = getattr(torch, engine.config.dtype)
-    types = {n: (p.shape, dtype) for n, p in _parameters(engine).items() if not lora.is_adapter(n)}
+    types = {n: (p.shape, dtype) for n, p in _weights(engine).items() if not lora.is_adapter(n)}
     types |= {n: (b.shape, b.dtype) for n, b in _moved_buffers(engine).items()}
     return {lora.plain_name(n): torch.empty(shape, dtype=t, device="meta") for n, (shape, t) in types.items()}
 
@@ -117,11 +123,11 @@ def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
 def gathered_parameters(engine: EngineState) -> Iterator[Named]:
     """Yield the full parameters one at a time, with adapters merged; every rank must iterate.
 
-    They may be the engine's own tensors: copy them before the next one. Parameters of other pipeline stages have values
-    on rank 0 only. Correction biases of routers follow if training moves them.
+    Layers in low bits are dequantized. Tensors may be the engine's own: copy them before the next one. Parameters of
+    other pipeline stages have values on rank 0 only. Correction biases of routers follow if training moves them.
     """
     dtype = getattr(torch, engine.config.dtype)
-    for name, parameter in _parameters(engine).items():
+    for name, parameter in _weights(engine).items():
         if not lora.is_adapter(name):
             yield lora.plain_name(name), _fetch(engine, name, dtype, partial(_merged, engine, name, parameter))
     yield from _gathered_buffers(engine, _moved_buffers(engine))
@@ -146,8 +152,10 @@ def _gathered_buffers(engine: EngineState, buffers: dict[str, torch.Tensor]) -> 
         yield lora.plain_name(name), _fetch(engine, name, buffer.dtype, partial(whole, buffer))
 
 
-def _merged(engine: EngineState, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    return lora.merged(engine.model, name, whole(parameter)).to(getattr(torch, engine.config.dtype))
+def _merged(engine: EngineState, name: str, parameter: torch.Tensor | LowBitLinear) -> torch.Tensor:
+    dtype = getattr(torch, engine.config.dtype)
+    value = parameter.dequantized(dtype) if isinstance(parameter, LowBitLinear) else whole(parameter)
+    return lora.merged(engine.model, name, value).to(dtype)
 
 
 def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -215,7 +223,9 @@ def load_hf(engine: EngineState, path: str) -> None:
         if given != list(spec.shape):
             raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
     weights: dict[str, torch.Tensor] = {}
-    like = {name: p for name, _, p in _adapters(engine)} if adapters else _parameters(engine) | _saved_buffers(engine)
+    like = {name: p for name, _, p in _adapters(engine)}
+    if not adapters:
+        like = _parameters(engine) | _saved_buffers(engine) | low_bit_buffers(engine.model)
     if distributed.rank() == 0 and adapters:
         for name, in_file, _ in _adapters(engine):
             with _open_safetensors(found[in_file][0]) as handle:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.api.io_struct import Stat
+from arealite.engine.fsdp.low_bit import num_weights
 from arealite.engine.fsdp.micro_batches import MicroBatch
 from arealite.utils.routing import num_experts
 
@@ -37,7 +38,7 @@ class FlopCounter:
         embedding: Any = model.get_input_embeddings()
         self.head = head.weight.numel() if head is not None else 0
         tied = head is not None and head.weight is embedding.weight
-        total = sum(p.numel() for p in model.parameters())
+        total = num_weights(model)
         self.body = total - embedding.weight.numel() - (0 if tied else self.head)
         if experts := num_experts(model.config):
             taken = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)

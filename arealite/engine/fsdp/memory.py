@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
+from arealite.engine.fsdp.low_bit import num_weights
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import local
 from arealite.engine.pipeline.model import PipelinedModel
@@ -74,7 +75,7 @@ def apply_plan(module: PackedModel | PipelinedModel, plan: MemoryPlan) -> Memory
     if plan.gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     if next(module.parameters()).is_cuda:
-        _leave_room(2.0 * sum(p.numel() for p in module.parameters()))
+        _leave_room(2.0 * num_weights(module))
     if distributed.rank() == 0:
         logger.info("%s", plan)
     return plan

@@ -32,6 +32,7 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ROUTED_EXPERTS, Batch
 from arealite.engine.fsdp.lora import add_adapters
+from arealite.engine.fsdp.low_bit import quantize_frozen
 from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.ring import Piece, piece_multiple, piece_of
@@ -286,7 +287,10 @@ def _note_slow_type(device: str, dtype: str) -> None:
 def load_model(
     folder: Path, hf_config: PreTrainedConfig, config: TrainEngineConfig, scalar_head: bool
 ) -> PreTrainedModel:
-    """Load the full model on the host, in the dtype that the optimizer holds."""
+    """Load the full model on the host, in the dtype that the optimizer holds.
+
+    Frozen layers are in low bits if the config says so.
+    """
     # A run shows one live table on the console.
     logging.disable_progress_bar()
     _note_slow_type(config.device, config.dtype)
@@ -318,6 +322,8 @@ def load_model(
             parameter.requires_grad_(False)
     if config.lora_rank:
         add_adapters(model, config)
+    if config.frozen_weight_dtype != "auto":
+        quantize_frozen(model, config)
     model.train()
     return model
 

@@ -143,7 +143,11 @@ def _model_state(engine: EngineState) -> dict[str, torch.Tensor]:
         # optimizer does not have.
         engine.module.reshard()
     tensors = {**dict(engine.model.named_parameters()), **own_buffers(engine.model)}
-    return {f"model/{n}": t.detach() for n, t in tensors.items()}
+    state = {f"model/{n}": t.detach() for n, t in tensors.items()}
+    if engine.config.frozen_weight_dtype != "auto":
+        # Its weights are not in the checkpoint. Adapters belong to this base, not to one of another type.
+        state[f"frozen_weight_dtype/{engine.config.frozen_weight_dtype}"] = torch.zeros(1)
+    return state
 
 
 def _training_state(engine: EngineState) -> dict[str, torch.Tensor]:

@@ -31,6 +31,8 @@ CUDA_CONTEXT = 0.8e9
 _NCCL = 0.55e9
 # Python with torch and transformers.
 PROCESS = 0.7e9
+# Bytes per frozen weight in low bits, with the scales of NF4's blocks of 64; those of FP8's rows are few.
+_LOW_BIT_BYTES = {"auto": 0.0, "fp8": 1.0, "nf4": 0.5 + 2 / 64}
 # Bytes of a scale of numbers in FP8.
 _SCALE = 4
 # Share of what passes allocate and free that the allocator cannot use again.
@@ -57,6 +59,8 @@ class Needs:
     # On the host, if the rest is on a GPU.
     host: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    # On the host of rank 0 while the model is loaded, if that is not what all ranks hold of it.
+    loaded: float = 0.0
 
     @property
     def total(self) -> float:
@@ -91,9 +95,36 @@ def activation_bytes(size: ModelSize, config: TrainEngineConfig, recomputes: boo
     return layer * size.layers
 
 
+def low_bit_parameters(size: ModelSize, config: TrainEngineConfig) -> int:
+    """Return how many weights are in low bits: those of all linear layers of the decoder, or none."""
+    if config.frozen_weight_dtype == "auto":
+        return 0
+    return min(size.adapted_parameters(), size.parameters - size.ends)
+
+
+def without_low_bit(size: ModelSize, config: TrainEngineConfig) -> ModelSize:
+    """Return the sizes with the parameters that have the type of `param_dtype` only."""
+    return replace(size, parameters=size.parameters - low_bit_parameters(size, config))
+
+
+def weight_bytes(size: ModelSize, config: TrainEngineConfig, layout: ParallelStrategy) -> float:
+    """Return the bytes of a rank's weights; every rank has all that are in low bits."""
+    own = stage_parameters(without_low_bit(size, config), layout.pipeline) / (layout.world_size // layout.pipeline)
+    low = _LOW_BIT_BYTES[config.frozen_weight_dtype] * low_bit_parameters(size, config)
+    return ITEM_BYTES[config.param_dtype] * own + low
+
+
+def _dequantized_bytes(size: ModelSize, config: TrainEngineConfig) -> float:
+    """Return the bytes of the largest layer in the compute type, with the indices of its levels."""
+    if config.frozen_weight_dtype == "auto":
+        return 0.0
+    item = ITEM_BYTES[config.dtype] + (2 if config.frozen_weight_dtype == "nf4" else 0)
+    return float(item * size.hidden * max(size.inner, size.query_width))
+
+
 def choose_sizes(size: ModelSize, config: TrainEngineConfig, free_bytes: float) -> MemoryPlan:
     """Return the sizes that fit into `free_bytes` beside weights, gradients and optimizer."""
-    budget = max(0.0, _PLANNED_SHARE * free_bytes)
+    budget = max(0.0, _PLANNED_SHARE * (free_bytes - _dequantized_bytes(size, config)))
     per_logit = logit_bytes(config.compile) * size.vocab
     chunk = config.logprob_chunk_size or _power_of_two(budget / 10 / per_logit, 256, 4096)
     budget -= per_logit * chunk
@@ -145,13 +176,15 @@ def training_needs(
     layout = parallel or ParallelStrategy()
     tensor, shards, stages = layout.tensor, layout.data * layout.context, layout.pipeline
     size = size.with_scalar_head() if scalar_head else size
-    own = stage_parameters(size, stages) / tensor / shards
+    weights, dequantized = weight_bytes(size, config, layout), _dequantized_bytes(size, config)
+    loaded = ITEM_BYTES[config.param_dtype] * size.parameters if dequantized else 0.0
+    size = without_low_bit(size, config)
     adapters = size.adapter_parameters(config.lora_rank, config.lora_targets) / stages / tensor / shards
-    trained = (adapters or own) if config.optimizer is not None else 0.0
+    trained = (adapters or stage_parameters(size, stages) / tensor / shards) if config.optimizer is not None else 0.0
     item, small = ITEM_BYTES[config.param_dtype], ITEM_BYTES[config.dtype]
     is_plain = layout.world_size == 1 and item == small and not config.cpu_offload
     state = _STATE_BYTES.get(config.optimizer.type, 2.0 * item) if config.optimizer else 0.0
-    stays = {"weights": item * own, "adapters": item * adapters, "optimizer": state * trained}
+    stays = {"weights": weights, "adapters": item * adapters, "optimizer": state * trained}
     if on_gpu and not is_plain:
         stays["communication"] = _NCCL
     tokens = plan.max_tokens_per_mb / layout.context
@@ -167,15 +200,15 @@ def training_needs(
     else:
         passing["activations"] = activation_bytes(size, config, False, tensor) * tokens
         passing["logits"] = 0.0 if scalar_head else 8.0 * plan.logprob_chunk_size * size.vocab / tensor
+    passing["dequantized layer"] = dequantized
     if on_gpu:
         passing["fragmentation"] = _FRAGMENTS * sum(passing.values())
     host = {}
     if config.cpu_offload:
-        host = _nonzero({name: stays.pop(name) for name in list(stays) if name != "communication"})
-        host |= _nonzero({"gradients": item * trained})
-        passing["gradients"] = 0.0
+        moved = {name: stays.pop(name) for name in list(stays) if name != "communication"}
+        host, passing["gradients"] = _nonzero(moved | {"gradients": item * trained}), 0.0
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
-    return Needs(_nonzero(stays), _nonzero(passing), host, notes)
+    return Needs(_nonzero(stays), _nonzero(passing), host, notes, loaded)
 
 
 def stage_parameters(size: ModelSize, stages: int) -> float:
