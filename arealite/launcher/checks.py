@@ -16,7 +16,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.script_check import check_source, rehearse
 from arealite.launcher.servers import check_installed
-from arealite.utils.model_config import check_layout_of, check_low_bit, check_model
+from arealite.utils.model_config import check_layout_of, check_model
 
 
 def check_job(job: Job, servers_run_here: bool) -> None:
@@ -31,10 +31,8 @@ def check_job(job: Job, servers_run_here: bool) -> None:
     for key, path in config.model_paths.items():
         try:
             check_model(path)
-            if key in config.low_bit_paths:
-                check_low_bit(path)
             if mode.train is not None and key in config.stages_per_rank:
-                check_layout_of(path, mode.train, config.stages_per_rank[key])
+                check_layout_of(path, mode.train, config.stages_per_rank[key], key in config.low_bit_paths)
         except ConfigError as error:
             raise type(error)(f"{key}: {error}") from error
     for key, path in config.dataset_paths.items():

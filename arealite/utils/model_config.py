@@ -99,7 +99,7 @@ def check_experts(family: str, num_experts: int, layout: ParallelStrategy) -> No
         )
 
 
-def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int) -> None:
+def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int, in_low_bits: bool = False) -> None:
     """Check stages and experts of the model in a local folder; what a hub name holds is not known yet."""
     file = Path(path).expanduser() / "config.json"
     if file.is_file():
@@ -108,16 +108,9 @@ def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int) -
         if layout.pipeline > 1:
             check_stages(family, config.get("num_hidden_layers"), layout.pipeline * stages_per_rank)
         text = config.get("text_config", config)
-        check_experts(family, _num_experts(text), layout)
-
-
-def check_low_bit(path: str) -> None:
-    """Raise `ConfigError` for the model in a local folder whose layers cannot be stored in low bits."""
-    file = Path(path).expanduser() / "config.json"
-    if file.is_file():
-        config = _read_object(file)
-        text = config.get("text_config", config)
-        reject_low_bit_experts(str(config.get("model_type")), _num_experts(text))
+        experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
+        check_experts(family, experts, layout)
+        reject_low_bit_experts(family, experts if in_low_bits else 0)
 
 
 def reject_low_bit_experts(family: str, num_experts: int) -> None:
@@ -126,10 +119,6 @@ def reject_low_bit_experts(family: str, num_experts: int) -> None:
             f"frozen_weight_dtype is for dense models, but model type {family!r} has {num_experts} experts in a layer: "
             "leave it out"
         )
-
-
-def _num_experts(text: dict[str, Any]) -> int:
-    return next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
