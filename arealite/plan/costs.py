@@ -26,8 +26,9 @@ class ServerCost:
     sequence_s: float = 0.0
     context_s: float = 0.0
     spread_s: float = 0.0
-    # Seconds per prompt token, and per request besides its tokens.
+    # Seconds per prompt token, per step that computes prompts, and per request besides its tokens.
     prompt_s: float = 0.0
+    pass_s: float = 0.0
     request_s: float = 0.0
     max_running: int = 256
     # Size of the KV cache, in tokens.

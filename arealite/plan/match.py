@@ -90,7 +90,8 @@ def _server_ratio(eta: int, found: Prediction, target: Target, is_first: bool) -
 
 
 def _scaled_server(cost: ServerCost, ratio: float) -> ServerCost:
-    names = ("step_s", "weights_s", "compute_s", "sequence_s", "context_s", "spread_s", "prompt_s", "request_s")
+    decoding = ("step_s", "weights_s", "compute_s", "sequence_s", "context_s", "spread_s")
+    names = (*decoding, "prompt_s", "pass_s", "request_s")
     curve = None if cost.curve is None else cost.curve.scaled(ratio)
     return replace(cost, curve=curve, **{name: getattr(cost, name) * ratio for name in names})
 

@@ -126,7 +126,7 @@ def _server_cost(config: dict[str, Any], recording: Recording, curve: StepCurve 
     """Return the cost of a step by what the servers counted, or else by two samples of their load."""
     running = int((config.get("server") or {}).get("max_running_requests") or 256)
     if curve is not None:
-        costs = {"context_s": curve.context_s, "spread_s": curve.spread_s, "prompt_s": curve.prompt_s}
+        costs = {name: getattr(curve, name) for name in ("context_s", "spread_s", "prompt_s", "pass_s")}
         return ServerCost(curve.at(1), **costs, max_running=running, curve=curve)
     cost = fit_step_cost(recording.server_use)
     if cost is not None:

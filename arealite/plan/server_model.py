@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arealite.core.foresee.lengths import Lengths
+from arealite.core.foresee.prompt_passes import PromptPasses
 from arealite.plan.costs import ServerCost
 from arealite.plan.virtual_time import SHORTEST_S
 
@@ -64,6 +65,7 @@ class DecodingServer:
         self._at = loop.time()
         # Seconds of prompts, requests and pauses before decoding goes on.
         self._debt_s = 0.0
+        self._passes = PromptPasses(cost.pass_s)
         # Tokens in the cache, and the lengths of what runs.
         self._context = 0.0
         self._lengths = Lengths()
@@ -263,7 +265,7 @@ class DecodingServer:
             self._waiting.popleft()
             group = sample.group
             if group.prompt_tokens:
-                self._debt_s += cost.request_s + cost.prompt_s * group.prompt_tokens
+                self._debt_s += cost.request_s + cost.prompt_s * group.prompt_tokens + self._passes.start(self._steps)
                 group.prompt_tokens = 0.0
             if not self._running and len(self._versions) > 1:
                 del self._versions[:-1]

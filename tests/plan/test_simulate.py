@@ -52,6 +52,8 @@ def test_asynchronous_steps_take_the_longer_of_both(train_s, expected):
 def test_a_prompt_is_computed_once_for_its_group_and_before_decoding():
     found = run(server=ServerCost(step_s=0.01, prompt_s=0.001, request_s=0.002))
     assert found.step_s == pytest.approx(1.6 + 4 * (10 * 0.001 + 0.002))
+    # All of them in one pass.
+    assert run(server=ServerCost(step_s=0.01, prompt_s=0.001, pass_s=0.03)).step_s == pytest.approx(1.6 + 0.04 + 0.03)
 
 
 def test_a_step_becomes_longer_with_the_context():

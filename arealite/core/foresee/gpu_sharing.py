@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from arealite.core.foresee.core_sharing import Speeds
 from arealite.core.foresee.resources import ServerUse
-from arealite.core.foresee.step_curve import StepCurve
+from arealite.core.foresee.step_curve import StepCurve, slower_than
 
 # A 0.5B model on an H200: decoding takes 2.4 times as long beside the trainer, updates 1.3 times beside a server.
 _SERVER, _TRAINER = 1 / 2.4, 1 / 1.3
@@ -38,16 +38,14 @@ def fit_gpu_share(use: ServerUse, curve: StepCurve, overlap: float) -> tuple[Gpu
 
     `overlap` is the share of the servers' time in which the trainer worked.
     """
-    rows = [row for row in use.steps if row.sequences > 0 and row.prompt_tokens == 0]
-    alone_s = sum(curve.of(row) for row in rows)
-    slower = sum(row.seconds for row in rows) / alone_s if alone_s > 0 else 1.0
+    slower = slower_than(curve, use)
     if overlap < _MIN_OVERLAP:
         # The trainer is not the reason: steps of the run are slower than those of the trial by other causes.
-        return GpuShare(), curve.scaled(max(1.0, slower))
+        return GpuShare(), curve.scaled(slower)
     if not use.trial:
         # The speed of the run's steps, on average.
         assumed = GpuShare()
         return assumed, curve.scaled(1 - overlap * (1 - assumed.server))
     # In the rest of the time servers had the GPU to themselves.
-    server = 1 - (1 - 1 / max(1.0, slower)) / overlap
+    server = 1 - (1 - 1 / slower) / overlap
     return GpuShare(max(_SLOWEST, server), is_known=True), curve

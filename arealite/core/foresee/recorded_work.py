@@ -14,6 +14,7 @@ import numpy as np
 
 from arealite.core.foresee.core_sharing import Speeds
 from arealite.core.foresee.lengths import Lengths
+from arealite.core.foresee.prompt_passes import PromptPasses
 from arealite.core.foresee.recording import PlayedEpisode, Recording
 from arealite.utils.step_context import StepContext
 
@@ -25,6 +26,9 @@ class Speed(Protocol):
 
     @property
     def prompt_s(self) -> float: ...
+
+    @property
+    def pass_s(self) -> float: ...
 
     @property
     def most(self) -> float: ...
@@ -172,6 +176,7 @@ class _Sweep:
         self._num_busy = 0
         # Seconds of prompts before steps go on.
         self._debt_s = 0.0
+        self._passes = PromptPasses(speed.pass_s, servers)
 
     def advance(self, now: float) -> None:
         seconds, self._at = now - self._at, now
@@ -211,4 +216,4 @@ class _Sweep:
                 del self._waiting[place]
                 self._running[place] = self.done
                 self._lengths.add(self.done)
-                self._debt_s += self.speed.prompt_s / self.servers
+                self._debt_s += (self.speed.prompt_s + self._passes.start(self.done)) / self.servers

@@ -15,6 +15,7 @@ from itertools import count
 from typing import cast
 
 from arealite.core.foresee.lengths import Lengths
+from arealite.core.foresee.prompt_passes import PromptPasses
 from arealite.core.foresee.recorded_work import GENERATE, mean_generated, recorded_work
 from arealite.core.foresee.recording import Recording, Settings
 from arealite.core.foresee.speed import GenerationSpeed, fit_speed
@@ -68,11 +69,13 @@ class _FixedLead:
 class _Station:
     """A server, or the trainer. All its jobs progress at the same rate, on an axis of their own, `done`.
 
-    At most `most` jobs run at once. A job that starts holds up all of them for `start_s`.
+    At most `most` jobs run at once. A job that starts holds up all of them for `start_s`, and jobs that start in the
+    same step for `pass_s`.
     """
 
-    def __init__(self, most: float = float("inf"), start_s: float = 0.0) -> None:
+    def __init__(self, most: float = float("inf"), start_s: float = 0.0, pass_s: float = 0.0) -> None:
         self.most, self.start_s = most, start_s
+        self.passes = PromptPasses(pass_s)
         # The work on that axis at which a job ends and at which it began.
         self.jobs: list[tuple[float, int, Callable[[], None], float]] = []
         self.lengths = Lengths()
@@ -98,7 +101,7 @@ class _Station:
             work, order, action = self.waiting.popleft()
             heapq.heappush(self.jobs, (self.done + work, order, action, self.done))
             self.lengths.add(self.done)
-            self.debt_s += self.start_s
+            self.debt_s += self.start_s + self.passes.start(self.done)
 
     def end_job(self) -> Callable[[], None]:
         """Remove the job that ends first; returns what follows it."""
@@ -139,7 +142,8 @@ class _Run:
         self.episodes = self.recording.started
         self.works, self.step_works = simulation.works
         self.speed, self.speeds = simulation.speed, scenario.speeds
-        self.servers = [_Station(self.speed.most, self.speed.prompt_s) for _ in range(settings.servers)]
+        limits = self.speed.most, self.speed.prompt_s, self.speed.pass_s
+        self.servers = [_Station(*limits) for _ in range(settings.servers)]
         self.trainer = _Station()
         eta, self.batch = settings.max_head_offpolicyness, settings.batch_size
         lead = Lead(eta) if settings.lead is None else _FixedLead(min(settings.lead, eta))

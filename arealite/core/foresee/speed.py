@@ -35,8 +35,10 @@ class GenerationSpeed(NamedTuple):
     samples: float = 1.0
     # If it is known, it takes the place of `fixed` and `per_episode`.
     steps: StepCurve | None = None
-    # Seconds for which a generation that begins holds up its server: the prompt.
+    # Seconds for which a generation that begins holds up its server, and one or more that begin in the same step: the
+    # tokens of prompts, and the pass that computes them.
     prompt_s: float = 0.0
+    pass_s: float = 0.0
     # Episodes that a server runs at once; others wait.
     most: float = float("inf")
     # Tokens of a sequence before its generation begins: its prompt, and earlier turns.
@@ -71,7 +73,13 @@ def fit_speed(recording: Recording) -> GenerationSpeed:
     prompts = sum(row.prompt_tokens for row in recording.server_use.steps) / max(1, timeline.num_generations)
     most = max(1.0, (recording.max_running or float("inf")) / samples)
     return GenerationSpeed(
-        is_known=True, shared=shared, samples=samples, steps=curve, prompt_s=prompts * curve.prompt_s, most=most
+        is_known=True,
+        shared=shared,
+        samples=samples,
+        steps=curve,
+        prompt_s=prompts * curve.prompt_s,
+        pass_s=curve.pass_s,
+        most=most,
     )
 
 

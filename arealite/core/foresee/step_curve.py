@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from arealite.core.foresee.resources import ServerUse, StepTime
 
 # Neighbours whose loads differ by less than this factor are one point.
@@ -23,8 +25,9 @@ class StepCurve(NamedTuple):
 
     loads: tuple[float, ...]
     seconds: tuple[float, ...]
-    # For each computed prompt token.
+    # For each computed prompt token, and for each step that computes prompts.
     prompt_s: float = 0.0
+    pass_s: float = 0.0
     # For each token of the decoded sequences, and for each token by which the length of a sequence deviates.
     context_s: float = 0.0
     spread_s: float = 0.0
@@ -65,8 +68,16 @@ def fit_step_curve(use: ServerUse) -> StepCurve | None:
     if len(points) < 2:
         return None
     loads, seconds = zip(*points, strict=True)
-    curve = StepCurve(loads, seconds, 0.0, context_s, spread_s)
-    return curve._replace(prompt_s=_prompt_s(curve, use))
+    curve = StepCurve(loads, seconds, context_s=context_s, spread_s=spread_s)
+    prompt_s, pass_s = _prompt_costs(curve, use)
+    return curve._replace(prompt_s=prompt_s, pass_s=pass_s)
+
+
+def slower_than(curve: StepCurve, use: ServerUse) -> float:
+    """Return how many times as long as the curve says steps without prompts took in a run; at least 1."""
+    rows = [row for row in use.steps if row.sequences > 0 and row.prompt_tokens == 0]
+    alone_s = sum(curve.of(row) for row in rows)
+    return max(1.0, sum(seconds_of(row, use) for row in rows) / alone_s) if alone_s > 0 else 1.0
 
 
 def seconds_of(row: StepTime, use: ServerUse) -> float:
@@ -128,6 +139,9 @@ def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s
         # Neighbours in the wrong order are noise: they get their common mean.
         while len(points) > 1 and points[-2][2] / points[-2][0] >= points[-1][2] / points[-1][0]:
             points[-2:] = [_add(points[-2], points[-1])]
+    # The curve goes on after the last point: two that are near to each other would give it any slope.
+    if len(points) > 2 and points[-1][1] / points[-1][0] < _SAME_LOAD * points[-2][1] / points[-2][0]:
+        points[-2:] = [_add(points[-2], points[-1])]
     return [(sequences / steps, seconds / steps) for steps, sequences, seconds in points]
 
 
@@ -135,8 +149,21 @@ def _add(first: Sequence[float], second: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(first, second, strict=True)]
 
 
-def _prompt_s(curve: StepCurve, use: ServerUse) -> float:
-    """Return the seconds of a prompt token: what steps with prompts took beyond their decoding."""
+def _prompt_costs(curve: StepCurve, use: ServerUse) -> tuple[float, float]:
+    """Return the seconds of a prompt token and of a pass: what steps with prompts took beyond their decoding."""
     rows = [row for row in use.steps if row.prompt_tokens > 0]
-    extra_s = sum(seconds_of(row, use) - curve.of(row) for row in rows)
-    return max(0.0, extra_s) / max(1.0, sum(row.prompt_tokens for row in rows))
+    # Prompts do not pay for what slowed down all steps of a run: a trainer on the same GPU.
+    slower = slower_than(curve, use) if use.cpu_s is None else 1.0
+    extra_s = [seconds_of(row, use) / slower - curve.of(row) for row in rows]
+    token_s = max(0.0, sum(extra_s)) / max(1.0, sum(row.prompt_tokens for row in rows))
+    sizes = [row.prompt_tokens / row.steps for row in rows]
+    if not rows or max(sizes) < _SAME_LOAD * min(sizes):
+        # The two cannot be told apart.
+        return token_s, 0.0
+    # The error of a sum of many steps grows as its root.
+    scale = 1 / np.sqrt([max(1e-9, seconds_of(row, use)) for row in rows])
+    features = np.array([[row.prompt_tokens, row.steps] for row in rows]) * scale[:, None]
+    (prompt_s, pass_s), *_ = np.linalg.lstsq(features, np.array(extra_s) * scale, rcond=None)
+    if prompt_s < 0:
+        return 0.0, max(0.0, sum(extra_s)) / sum(row.steps for row in rows)
+    return (float(prompt_s), float(pass_s)) if pass_s > 0 else (token_s, 0.0)

@@ -22,9 +22,11 @@ from arealite.utils.step_context import StepContext
 _MAX_SECONDS = {"cpu": 0.5, "cuda": 0.6}
 _CLOCK = {"cpu": time.thread_time, "cuda": time.perf_counter}
 # Sequences of a step. On CPU kernels change between 8 and 16.
-_LOADS = {"cpu": (1, 4, 8, 16, 64), "cuda": tuple(1 << i for i in range(16))}
-# Those with which long contexts and different lengths are measured, too.
-_CONTEXT_LOAD = 64
+_LOADS = {"cpu": (1, 4, 8, 16, 64, 256), "cuda": tuple(1 << i for i in range(16))}
+# Those with which different lengths are measured, too, and with the first also long contexts. Attention on CPU is
+# called once for each power of two of lengths, which is most of what different lengths cost with 64 sequences and
+# little with many.
+_MIXED_LOADS = {"cpu": (64, 256), "cuda": (64,)}
 # Steps that fill caches and pipelines, and steps that are timed.
 _FILLING_STEPS = {"cpu": 1, "cuda": 3}
 _TIMED_STEPS = {"cpu": 5, "cuda": 4}
@@ -37,8 +39,9 @@ _MAX_STEPS = 16
 def measure_steps(core: EngineCore, times: StepTimes) -> None:
     """Add steps with 1 sequence and more to `times`, until time is over or the engine is full.
 
-    Those with 64 sequences are measured three times: short ones, long ones, and of different lengths. On GPUs all are
-    repeated, and the fastest count: a trainer that starts on the same GPU makes others slower.
+    Those with 64 sequences are measured three times: short ones, long ones, and of different lengths. On CPU 256 short
+    ones and 256 of different lengths follow. On GPUs all are repeated, and the fastest count: a trainer that starts on
+    the same GPU makes others slower.
     """
     num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
     blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)
@@ -48,12 +51,14 @@ def measure_steps(core: EngineCore, times: StepTimes) -> None:
         return
     device = core.weights.model.device.type
     longest = min(_LONG_PROMPT[device], core.max_len - _MAX_STEPS) // size * size
-    has_room = longest >= 2 * _PROMPT_TOKENS and longest // size + _CONTEXT_LOAD * blocks <= num_blocks
+    knows_lengths = longest >= 2 * _PROMPT_TOKENS and not core.config.deterministic
     trials: list[tuple[int, list[int]]] = []
     for load in (load for load in _LOADS[device] if load <= most):
         trials.append((load, [_PROMPT_TOKENS]))
-        if load == _CONTEXT_LOAD and has_room and not core.config.deterministic:
-            trials += [(load, _mixed(longest)), (load, [longest])]
+        if load in _MIXED_LOADS[device] and knows_lengths and longest // size + load * blocks <= num_blocks:
+            trials.append((load, _mixed(longest)))
+            if load == _MIXED_LOADS[device][0]:
+                trials.append((load, [longest]))
     end = _CLOCK[device]() + _MAX_SECONDS[device]
     best: dict[int, _Steps] = {}
     for _ in range(_REPEATS[device]):

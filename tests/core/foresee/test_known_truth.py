@@ -6,6 +6,7 @@ import pytest
 
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
+from arealite.core.foresee.prompt_passes import PromptPasses
 from arealite.core.foresee.recorded_work import recorded_work
 from arealite.core.foresee.recording import PlayedEpisode, PlayedStep, Recording, Settings
 from arealite.core.foresee.resources import ServerUse, StepTime
@@ -39,6 +40,7 @@ WORLDS = {
     "cores": CPU,
     "a limit of requests": replace(CPU, max_running=128),
     "long prompts": replace(CPU, prompt_tokens=150),
+    "passes of prompts": replace(CPU, pass_s=5e-3, max_running=128),
     "samples that differ": replace(CPU, length=(20.0, 0.6, 250), spread=0.8),
     "steps that depend on lengths": replace(CPU, context_s=0.23e-6, spread_s=0.3e-6),
     "a GPU": GPU,
@@ -98,6 +100,34 @@ def test_the_curve_goes_through_what_was_measured():
     assert fit_step_curve(ServerUse(use.steps, None, trial)).at(64) == 2.0
 
 
+def test_prompts_cost_a_pass_and_their_tokens():
+    decoding = rows((10, 8, 0, 3.0), (10, 64, 0, 10.0))
+    # 5 s a pass and 0.1 s a token: few prompts at once, and many.
+    prompts = rows((20, 8, 20 * 1, 3.0 + 5.1), (4, 64, 4 * 100, 10.0 + 15.0))
+    curve = fit_step_curve(ServerUse([*decoding, *prompts], 100.0))
+    assert (curve.prompt_s, curve.pass_s) == pytest.approx((0.1, 5.0))
+    assert curve.scaled(2.0).pass_s == pytest.approx(10.0)
+    # Longer steps with prompts may have another cause, but none of the costs is negative.
+    fewer = rows((20, 8, 20 * 50, 3.0 + 5.0), (4, 64, 4 * 100, 10.0 + 1.0))
+    curve = fit_step_curve(ServerUse([*decoding, *fewer], 100.0))
+    assert curve.prompt_s == 0 and curve.pass_s == pytest.approx(104 / 24)
+
+
+def test_the_curve_goes_on_from_points_that_are_far_apart():
+    # Steps of 512 sequences of one length are hardly slower than those of 400 that end one after the other.
+    use = ServerUse(
+        rows((20, 8, 0, 3.0), (20, 200, 0, 10.0), (20, 270, 0, 13.0), (20, 400, 0, 18.0), (5, 512, 0, 18.5)), 1.0
+    )
+    assert fit_step_curve(use).at(1024) == pytest.approx(42.0, rel=0.1)
+
+
+def test_requests_of_one_step_share_a_pass():
+    one, two = PromptPasses(2.0), PromptPasses(2.0, num_servers=2)
+    starts = (0.0, 0.5, 0.9, 1.0, 5.2, 5.3)
+    assert [one.start(steps) for steps in starts] == [2.0, 0.0, 0.0, 2.0, 2.0, 0.0]
+    assert [two.start(steps) for steps in starts] == [2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
+
+
 def test_costs_of_lengths_come_from_steps_of_one_load():
     def step(load, length, differ, seconds):
         return StepTime(2, 2 * load, 0, 2 * seconds, 2 * seconds, 2 * load * length, 2 * load * differ)
@@ -112,7 +142,8 @@ def test_costs_of_lengths_come_from_steps_of_one_load():
     assert curve.at(230, 230 * 100, 0) == pytest.approx(230 * 1.1, rel=0.02)
     # Of no use: longer sequences are hardly slower.
     level = [step(64, 20, 0, 1.0), step(64, 250, 0, 1.01), step(64, 80, 70, 1.02)]
-    assert fit_step_curve(ServerUse(run, 1.0, [*level, step(1, 20, 0, 0.5)]))[3:] == (0.0, 0.0)
+    curve = fit_step_curve(ServerUse(run, 1.0, [*level, step(1, 20, 0, 0.5)]))
+    assert curve.context_s == curve.spread_s == 0
 
 
 def test_unfinished_episodes_get_the_work_of_longer_ones():

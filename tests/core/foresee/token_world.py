@@ -31,7 +31,9 @@ class World:
     loads: Sequence[float]
     step_s: Sequence[float]
     shared: CoreUse | GpuShare | None = None
+    # For each prompt token, and for each step with prompts.
     prompt_s: float = 0.0
+    pass_s: float = 0.0
     prompt_tokens: int = 6
     max_running: int = 1024
     batch: int = 32
@@ -96,7 +98,8 @@ class _TokenServer(_Station):
             self.running.append(answer)
         if self.running:
             self.decoded = context_of(np.array([answer.length for answer in self.running]))
-            self.step_s = self.world.seconds(len(self.running), self.decoded) + self.world.prompt_s * self.num_prompts
+            prompts_s = self.world.prompt_s * self.num_prompts + self.world.pass_s * (self.num_prompts > 0)
+            self.step_s = self.world.seconds(len(self.running), self.decoded) + prompts_s
             self.jobs = [(self.done + self.step_s, 0, lambda: None)]
 
     def end_step(self, seconds: float) -> list[Callable[[], None]]:
@@ -126,7 +129,7 @@ class _TokenRun(_Run):
             [[world.lengths(row)] for row in range(num_rows)],
             [(world.train_s, world.train_s + world.update_s)] * num_steps,
         )
-        speed = SimpleNamespace(most=math.inf, prompt_s=0.0)
+        speed = SimpleNamespace(most=math.inf, prompt_s=0.0, pass_s=0.0)
         made = SimpleNamespace(recording=Recording(settings, steps, rows), works=works, speed=speed)
         super().__init__(made, Scenario(settings))  # type: ignore[arg-type]
         self.world = world
