@@ -115,7 +115,9 @@ def _length_costs(use: ServerUse) -> tuple[float, float]:
         base = short[step.load]
         extra_s = step.seconds - base.seconds - context_s * (step.context - base.context)
         spread_s = extra_s / step.spread if extra_s > _NOTICEABLE * base.seconds else 0.0
-    return context_s, spread_s
+    # On CPU sequences are padded, by about as many tokens as their lengths deviate, and padding costs what tokens cost.
+    # What few sequences take beyond that are calls of attention, whose number does not grow with the load.
+    return context_s, spread_s if use.cpu_s is None else min(spread_s, context_s)
 
 
 def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s: float) -> list[tuple[float, float]]:

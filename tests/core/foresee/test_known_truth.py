@@ -132,14 +132,18 @@ def test_costs_of_lengths_come_from_steps_of_one_load():
     def step(load, length, differ, seconds):
         return StepTime(2, 2 * load, 0, 2 * seconds, 2 * seconds, 2 * load * length, 2 * load * differ)
 
-    # 1 ms a token of context and 2 ms of spread.
+    # 2 ms a token of context and 1 ms of spread.
     measured = ((16, 100, 0), (64, 100, 0), (64, 150, 200), (64, 400, 0))
-    trial = [step(n, length, differ, n + n * (1e-3 * length + 2e-3 * differ)) for n, length, differ in measured]
-    run = [step(200, 100, 0, 220.0), step(260, 200, 100, 260 * 1.4)]
+    trial = [step(n, length, differ, n + n * (2e-3 * length + 1e-3 * differ)) for n, length, differ in measured]
+    run = [step(200, 100, 0, 240.0), step(260, 200, 100, 260 * 1.5)]
     curve = fit_step_curve(ServerUse(run, 1.0, trial))
-    assert (curve.context_s, curve.spread_s) == pytest.approx((1e-3, 2e-3))
-    assert curve.at(64, 6400) == pytest.approx(64 * 1.1, rel=0.02), "what lengths cost is not counted twice"
-    assert curve.at(230, 230 * 100, 0) == pytest.approx(230 * 1.1, rel=0.02)
+    assert (curve.context_s, curve.spread_s) == pytest.approx((2e-3, 1e-3))
+    assert curve.at(64, 6400) == pytest.approx(64 * 1.2, rel=0.02), "what lengths cost is not counted twice"
+    assert curve.at(230, 230 * 100, 0) == pytest.approx(230 * 1.2, rel=0.02)
+    # 64 sequences of different lengths take 128 s longer than padding explains.
+    calls = [*trial[:2], step(64, 150, 200, 64 + 64 * (0.3 + 0.2) + 128.0), trial[3]]
+    assert fit_step_curve(ServerUse(run, 1.0, calls)).spread_s == pytest.approx(2e-3)
+    assert fit_step_curve(ServerUse(run, None, calls)).spread_s == pytest.approx(1e-3 + 128 / 64 / 200)
     # Of no use: longer sequences are hardly slower.
     level = [step(64, 20, 0, 1.0), step(64, 250, 0, 1.01), step(64, 80, 70, 1.02)]
     curve = fit_step_curve(ServerUse(run, 1.0, [*level, step(1, 20, 0, 0.5)]))
