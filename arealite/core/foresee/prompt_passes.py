@@ -15,7 +15,7 @@ class PromptPasses:
         self._step, self._num_passes = -1, 0
 
     def start(self, steps: float) -> float:
-        """Return the seconds of the pass of a request that starts after so many steps; 0 if it shares one."""
+        """Return the seconds of the pass of a request; 0 if another one in this step has paid for it."""
         if int(steps) != self._step:
             self._step, self._num_passes = int(steps), 0
         if self._num_passes == self.num_servers:

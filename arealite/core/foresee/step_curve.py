@@ -74,7 +74,7 @@ def fit_step_curve(use: ServerUse) -> StepCurve | None:
 
 
 def slower_than(curve: StepCurve, use: ServerUse) -> float:
-    """Return how many times as long as the curve says steps without prompts took in a run; at least 1."""
+    """Return by which factor steps without prompts were slower than the curve; at least 1."""
     rows = [row for row in use.steps if row.sequences > 0 and row.prompt_tokens == 0]
     alone_s = sum(curve.of(row) for row in rows)
     return max(1.0, sum(seconds_of(row, use) for row in rows) / alone_s) if alone_s > 0 else 1.0
@@ -152,7 +152,10 @@ def _add(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 
 def _prompt_costs(curve: StepCurve, use: ServerUse) -> tuple[float, float]:
-    """Return the seconds of a prompt token and of a pass: what steps with prompts took beyond their decoding."""
+    """Return the seconds of a prompt token and of a pass.
+
+    They are what steps with prompts took beyond their decoding.
+    """
     rows = [row for row in use.steps if row.prompt_tokens > 0]
     # Prompts do not pay for what slowed down all steps of a run: a trainer on the same GPU.
     slower = slower_than(curve, use) if use.cpu_s is None else 1.0
