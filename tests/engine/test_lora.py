@@ -133,9 +133,13 @@ def test_adapters_on_two_ranks_train_like_one(model_dirs, two_ranks):
 
 
 def _low_bit_on_rank(rank, path):
-    rows, found = [0, 1, 2, 3] if rank is None else [[0, 1, 2], [3]][rank], {}
-    for kind in ("fp8", "nf4"):
-        engine = lora_engine(path, steps=0, frozen_weight_dtype=kind)
+    found = {}
+    for kind, layout in (("fp8", "d2"), ("nf4", "c2")):
+        parallel = AllocationMode.from_str(layout).train if rank is not None else None
+        engine = FSDPLMEngine(engine_config(path, lora_rank=4, frozen_weight_dtype=kind), parallel)
+        engine.initialize(SPEC)
+        # Context-parallel ranks get the same rows.
+        rows = [[0, 1, 2], [3]][rank] if rank is not None and layout == "d2" else [0, 1, 2, 3]
         losses = [engine.train_lm(select_rows(BATCH, rows))["loss"] for _ in range(3)]
         found[kind] = losses, {name: value.clone() for name, value in engine.gather_weights()}
     return found
