@@ -49,7 +49,7 @@ def test_a_server_that_comes_back_with_other_weights_gets_no_requests(model_path
         until(lambda: is_open(engine, one))
 
 
-@pytest.mark.parametrize("forged", ["7", "999999", str(2**31 - 1)])
+@pytest.mark.parametrize("forged", ["7", str(2**31 - 1)])
 def test_a_version_that_was_never_published_is_not_trained_on(forged, model_path, connect, steady):  # noqa: F811
     engine = connect(steady)
     engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))

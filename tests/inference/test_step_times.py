@@ -12,7 +12,9 @@ from arealite.inference.timing import step_trial
 from arealite.inference.timing.step_times import StepTimes, context_of
 from arealite.inference.timing.step_trial import measure_steps
 from arealite.utils.step_context import StepContext
+from tests import warm_python
 from tests.inference.conftest import make_model
+from tests.server_process import server_process
 
 
 def test_steps_are_added_by_powers_of_two_of_their_sequences_and_lengths():
@@ -76,6 +78,12 @@ def test_a_trial_measures_long_sequences_and_different_ones(engine, monkeypatch)
     loads = [(load, differ) for load, _, differ in found]
     assert loads == [(16, 0), (64, 0), (64, 1), (64, 0), (256, 0), (256, 1)]
     assert found[1][1] < 25 and found[3][1] > 2 * found[2][1] and found[5][1] == pytest.approx(found[2][1], rel=0.1)
+
+
+def test_a_server_measures_steps_before_it_serves(model_path, monkeypatch):
+    monkeypatch.setenv(warm_python.TRIAL_ENV, "1")
+    with server_process(model_path) as server:
+        assert [row[1] / row[0] for row in server.get("server_info")["trial_times"]][:2] == [1.0, 4.0]
 
 
 def test_without_a_trial_nothing_is_measured(engine, monkeypatch):

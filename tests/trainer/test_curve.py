@@ -1,10 +1,10 @@
 """The reward curve, with and without matplotlib."""
 
 import os
-import subprocess
 import sys
 
 from arealite.trainer.curve import save_curve
+from tests import warm_python
 
 
 def test_the_curve_is_a_picture(tmp_path):
@@ -22,7 +22,8 @@ def test_the_fonts_of_the_curve_are_not_written_through_a_link_of_another_user(t
     code += "save_curve(Path(sys.argv[1]), [0.1, 0.5])"
     env = {key: value for key, value in os.environ.items() if key != "MPLCONFIGDIR"}
     picture = tmp_path / "reward.png"
-    subprocess.run([sys.executable, "-c", code, picture], env={**env, "TMPDIR": str(shared)}, check=True, timeout=100)
+    done = warm_python.run(["-c", code, picture], env={**env, "TMPDIR": str(shared)}, timeout=100)
+    assert done.returncode == 0, done.stderr
     assert picture.exists() and not list(victim.iterdir())
 
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from arealite.weights.disk import read_tensors
 from arealite.weights.host_memory import SharedWeights
 from arealite.weights.segment import release_removed
 from arealite.weights.sync import make_transport, read_probe
+from tests import warm_python
 
 SECRET = "do-not-tell"
 PRIVATE = [
@@ -155,7 +154,7 @@ try:
 except Exception as error:
     print(type(error).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "w"], capture_output=True, text=True, timeout=60)
+    done = warm_python.run(["-c", code, tmp_path / "w"], timeout=60)
     assert done.returncode != -signal.SIGBUS
     assert done.stdout == "WeightUpdateError\n", done.stderr
 

@@ -2,10 +2,6 @@
 
 import asyncio
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from arealite.api.errors import DatasetError, RewardError
 from arealite.api.io_struct import ModelResponse
 from arealite.reward.pool import RewardPool
 from arealite.workflow.rlvr import RLVRWorkflow
+from tests import warm_python
 
 
 class FixedEngine:
@@ -114,7 +111,6 @@ if __name__ == "__main__":
 def test_a_workflow_starts_the_fork_server_before_the_first_reward(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=env)
+    done = warm_python.run([script], timeout=100)
     assert (done.returncode, done.stdout) == (0, "[1.0]\n"), done.stderr
     assert not done.stderr
