@@ -352,8 +352,10 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     # What an interpreter does at its end: wait for threads, call exit functions, flush.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
+    # The resource tracker of `multiprocessing` has closed it.
+    if not sys.stdout.closed:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
     os._exit(code)
 
 
