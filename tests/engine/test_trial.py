@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.engine.fsdp.micro_batches import MicroBatchCount, make_micro_batches
-from arealite.engine.fsdp.sharding import decoder_layers
+from arealite.engine.fsdp.sharding import compile_layers, decoder_layers
 from arealite.engine.fsdp.trial import can_run_first_layers, first_layers, trial_batch
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
@@ -86,6 +86,27 @@ def test_the_first_layers_are_of_all_kinds():
         assert decoder_layers(model) == layers
     assert counts == [2, 4]
     assert not can_run_first_layers(model, ParallelStrategy(tensor=2))
+
+
+def test_head_sizes_are_numbers_in_the_one_graph_of_all_layers(tmp_path, monkeypatch):
+    """Under FSDP torch.compile would take them for variables, and reason about their quotients at every start."""
+    make_model(tmp_path, num_hidden_layers=3, vocab_size=VOCAB)
+    engine = make_engine(str(tmp_path), dtype="bfloat16", share_prefix=False)
+    batch = random_batch([9, 9])
+    loss = engine.evaluate_lm(batch)["loss"]
+    graphs, compile_module = [], torch.nn.Module.compile
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kwargs: compile_module(self, backend=keep, **kwargs))
+    compile_layers(engine.model, replace(engine.config, compile=True), "cpu")
+    assert engine.evaluate_lm(batch)["loss"] == loss
+    inputs = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"]
+    assert len(graphs) == 1 and any("hidden_states" in node.name for node in inputs)
+    sizes = [node.meta["example_value"] for node in inputs if "head_dim" in node.name]
+    assert all(isinstance(size, int) or size.node.maybe_as_int() is not None for size in sizes)
 
 
 class Work:

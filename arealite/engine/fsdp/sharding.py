@@ -6,6 +6,7 @@ Used by `FSDPEngine` and by pipeline stages. Only rank 0 has the full weights; i
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,7 +50,26 @@ def compile_layers(model: PreTrainedModel, config: TrainEngineConfig, device: st
         # One graph for all layers: symbolic floats (epsilons, scales) would compile the second layer again.
         torch._dynamo.config.specialize_float = True
         for layer in decoder_layers(model):
+            _fix_sizes(layer)
             layer.compile(dynamic=True)
+
+
+def _fix_sizes(layer: nn.Module) -> None:
+    """Let torch.compile take head sizes as numbers: only lengths vary.
+
+    It takes numbers of modules that FSDP manages for variables. Each operation then adds guards about quotients of
+    them, which are computed again at every start, also if the graph is in the cache.
+    """
+    for child in layer.children():
+        if type(getattr(child, "head_dim", None)) is int:
+            # No closure: all layers share the code, and with it the graph.
+            child.forward = MethodType(_forward_with_fixed_sizes, child)
+
+
+def _forward_with_fixed_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.comptime.comptime.force_static(self.head_dim)
+    return type(self).forward(self, *args, **kwargs)
 
 
 def shard(module: PackedModel, layout: Layout, config: TrainEngineConfig, stays_gathered: bool = False) -> None:
