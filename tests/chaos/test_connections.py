@@ -64,6 +64,7 @@ class Proxy:
         self.thread.join(5)
 
 
+@pytest.mark.slow
 def test_slow_cut_and_garbled_connections_lose_no_request(model_path, connect):  # noqa: F811
     with server_process(model_path, deterministic="true") as server:
         proxy = Proxy(server.address)

@@ -39,7 +39,7 @@ def gap(actor, engine) -> float:
     return float((logp[0, 10:] - torch.tensor(answer.output_logprobs)).abs().max())
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("abort", marks=pytest.mark.slow)])
 def test_grpo_steps_push_adapters_and_a_new_server_gets_them(mode, model_path, tokenizer, tmp_path):
     config = GRPOConfig("e", "t")
     config.actor = engine_config(str(model_path), PPOActorConfig, lr=5e-2, lora_rank=2)

@@ -142,7 +142,7 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
         assert again.num_interruptions == 1 and len(again.output_logprobs) == len(again.output_tokens)
 
 
-@pytest.mark.parametrize("mode", ["abort", "in_place"])
+@pytest.mark.parametrize("mode", [pytest.param("abort", marks=pytest.mark.slow), "in_place"])
 def test_penalties_see_the_whole_answer_over_updates(make, model_path, mode):
     """Requests in flight continue inside the engine, which knows their tokens."""
     engine = make(pause_mode=mode)
