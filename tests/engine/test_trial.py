@@ -88,10 +88,11 @@ def test_the_first_layers_are_of_all_kinds():
     assert not can_run_first_layers(model, ParallelStrategy(tensor=2))
 
 
-def test_head_sizes_are_numbers_in_the_one_graph_of_all_layers(tmp_path, monkeypatch):
-    """Under FSDP torch.compile would take them for variables, and reason about their quotients at every start."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_head_sizes_are_numbers_in_the_one_graph_of_all_layers(tmp_path, monkeypatch, dtype):
+    """Under FSDP, here with bfloat16, torch.compile would take them for variables, and reason about their quotients."""
     make_model(tmp_path, num_hidden_layers=3, vocab_size=VOCAB)
-    engine = make_engine(str(tmp_path), dtype="bfloat16", share_prefix=False)
+    engine = make_engine(str(tmp_path), dtype=dtype, share_prefix=False)
     batch = random_batch([9, 9])
     loss = engine.evaluate_lm(batch)["loss"]
     graphs, compile_module = [], torch.nn.Module.compile

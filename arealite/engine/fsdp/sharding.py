@@ -61,7 +61,7 @@ def _fix_sizes(layer: nn.Module) -> None:
     them, which are computed again at every start, also if the graph is in the cache.
     """
     for child in layer.children():
-        if type(getattr(child, "head_dim", None)) is int:
+        if type(getattr(child, "head_dim", None)) is int and "forward" not in vars(child):
             # No closure: all layers share the code, and with it the graph.
             child.forward = MethodType(_forward_with_fixed_sizes, child)
 
