@@ -68,7 +68,7 @@ def _fix_sizes(layer: nn.Module) -> None:
 
 def _forward_with_fixed_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.comptime.comptime.force_static(self.head_dim)
+        torch._dynamo.comptime.comptime.force_static(self.head_dim)  # pyright: ignore[reportAttributeAccessIssue]
     return type(self).forward(self, *args, **kwargs)
 
 
