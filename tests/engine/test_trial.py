@@ -3,6 +3,7 @@
 import gc
 from concurrent.futures import Future
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -57,6 +58,35 @@ def test_a_trial_pass_changes_nothing(tmp_path, cls, first_only, dtype):
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
     for a, b in zip(plain.model.parameters(), tried.model.parameters(), strict=True):
         assert torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
+
+
+class Kept:
+    """A tensor that is kept for a backward pass."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+def test_a_pass_without_backward_keeps_no_activations(model_dirs):
+    """Compiled layers run with a graph also for log-probs: it must be gone when the next micro-batch begins."""
+    engine = make_engine(model_dirs["qwen2"], max_tokens_per_mb=40)
+    micro_batches = engine._micro_batches(random_batch(LENGTHS))
+    assert len(micro_batches) > 1
+    kept = WeakSet[Kept]()
+    most = 0
+
+    def keep(tensor: torch.Tensor) -> Kept:
+        nonlocal most
+        kept.add(found := Kept(tensor.detach()))  # with its graph, a result that is kept would keep itself
+        most = max(most, len(kept))
+        return found
+
+    left = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda found: found.tensor):
+        for outputs in engine._passes.outputs(micro_batches, engine._settings):
+            assert not outputs["logp"].requires_grad
+            left.append(len(kept))
+    assert most > 0 and left == [0] * len(micro_batches)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "qwen2_window"])

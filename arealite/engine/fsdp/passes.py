@@ -47,10 +47,13 @@ class WholePasses:
         return {}
 
     def outputs(self, micro_batches: Sequence[MicroBatch], settings: PassSettings) -> Iterator[Batch]:
-        """Yield the results of each micro-batch."""
+        """Yield the results of each micro-batch.
+
+        They have no graph: with one, activations of a micro-batch would be kept while the next one is computed.
+        """
         with keep_gathered(self.module):
             for mb in micro_batches:
-                yield self._outputs(mb, settings)
+                yield {name: values.detach() for name, values in self._outputs(mb, settings).items()}
 
     def _outputs(self, mb: MicroBatch, settings: PassSettings) -> Batch:
         return self.module(mb.data, mb.lengths, *settings, mb.prefixes)
