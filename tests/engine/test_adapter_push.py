@@ -8,7 +8,7 @@ import torch
 
 from arealite.api.cli_args import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from arealite.api.errors import WeightUpdateError
-from arealite.api.io_struct import ModelRequest
+from arealite.api.io_struct import Batch, ModelRequest
 from arealite.core.waits import NamedWait
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
@@ -27,6 +27,12 @@ def vowels(completion, **data):
 
 def run(engine, coroutine):
     return engine.executor.run_coroutine(coroutine, NamedWait("the test", "an answer", 60))
+
+
+def train(actor: FSDPPPOActor, batch: Batch) -> None:
+    batch["prox_logp"] = actor.compute_logp(batch)
+    actor.compute_advantages(batch)
+    actor.ppo_update(batch)
 
 
 def gap(actor, engine) -> float:
@@ -56,10 +62,7 @@ def test_grpo_steps_push_adapters_and_a_new_server_gets_them(mode, model_path, t
         with server_process(model_path, port=port) as server:
             engine.initialize([server.address], 4)
             for step in range(3):
-                batch = engine.prepare_batch(rows, workflow)
-                batch["prox_logp"] = actor.compute_logp(batch)
-                actor.compute_advantages(batch)
-                actor.ppo_update(batch)
+                train(actor, engine.prepare_batch(rows, workflow))
                 sync_weights(actor, engine, weights.with_version(step + 1))
                 assert gap(actor, engine) < 1e-3
             (folder,) = (tmp_path / "weights").iterdir()
@@ -109,10 +112,7 @@ def test_a_base_in_low_bits_is_pushed_merged(model_path, tokenizer, tmp_path):
             sync_weights(actor, engine, weights.with_version(0))
             assert gap(actor, engine) < 1e-3
             for step in range(2):
-                batch = engine.prepare_batch(rows, workflow)
-                batch["prox_logp"] = actor.compute_logp(batch)
-                actor.compute_advantages(batch)
-                actor.ppo_update(batch)
+                train(actor, engine.prepare_batch(rows, workflow))
                 sync_weights(actor, engine, weights.with_version(step + 1))
                 assert gap(actor, engine) < 1e-3
     finally:

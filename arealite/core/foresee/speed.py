@@ -35,9 +35,9 @@ class GenerationSpeed(NamedTuple):
     samples: float = 1.0
     # If it is known, it takes the place of `fixed` and `per_episode`.
     steps: StepCurve | None = None
-    # Seconds for which a generation that begins holds up its server, and one or more that begin in the same step: the
-    # tokens of prompts, and the pass that computes them.
+    # Seconds for which a generation that begins holds up its server: the tokens of its prompt.
     prompt_s: float = 0.0
+    # The same for each step in which one or more generations begin: the pass that computes their prompts.
     pass_s: float = 0.0
     # Episodes that a server runs at once; others wait.
     most: float = float("inf")
