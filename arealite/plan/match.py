@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.plan.costs import ServerCost, TrainCost
+from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.measured import Measured
 from arealite.plan.simulate import Prediction, Setup, simulate
 
@@ -62,8 +62,9 @@ def match(measured: Measured, target: Target) -> Measured:
         if error < _CLOSE:
             break
         slower = servers.next_ratio(_server_ratio(measured.eta, found, target, is_first=number == 0))
-        train = _scaled_train(measured.train, trainer.next_ratio(target.work_s / max(work_s, 1e-9)))
-        measured = replace(measured, server=_scaled_server(measured.server, slower), train=train)
+        longer = trainer.next_ratio(target.work_s / max(work_s, 1e-9))
+        train, update = _scaled_train(measured.train, longer), _scaled_update(measured.update, longer)
+        measured = replace(measured, server=_scaled_server(measured.server, slower), train=train, update=update)
     return best
 
 
@@ -98,3 +99,7 @@ def _scaled_server(cost: ServerCost, ratio: float) -> ServerCost:
 
 def _scaled_train(cost: TrainCost, ratio: float) -> TrainCost:
     return replace(cost, token_s=cost.token_s * ratio, pair_s=cost.pair_s * ratio, step_s=cost.step_s * ratio)
+
+
+def _scaled_update(cost: UpdateCost, ratio: float) -> UpdateCost:
+    return replace(cost, publish_s=cost.publish_s * ratio, load_s=cost.load_s * ratio, pause_s=cost.pause_s * ratio)

@@ -46,7 +46,7 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     config: dict[str, Any] = yaml.safe_load(run_dir.config_path.read_text())
     mode = AllocationMode.from_str(config.get("allocation_mode") or "embedded.d1+d1")
     with contextlib.closing(open_ledger(run_dir.db_path)) as database:
-        shapes = _read_shapes(recording, database)
+        shapes = _read_shapes(recording, database, _answer_limit(config))
     curve, shared = fit_devices(recording)
     on_gpu = recording.server_use.cpu_s is None and bool(recording.server_use.steps)
     on_gpu = on_gpu or str((config.get("actor") or {}).get("device", "cpu")).startswith("cuda")
@@ -57,7 +57,7 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
         recording.settings.servers,
         _server_cost(config, recording, curve),
         _train_cost(warm, target, update_s, mode.train.data if mode.train else 1),
-        UpdateCost(publish_s=update_s / 2, load_s=update_s / 2, is_swap=mode.gen_backend == "embedded"),
+        _update_cost(update_s, is_swap=mode.gen_backend == "embedded"),
         recording.settings.max_head_offpolicyness,
         shared or (None if on_gpu else CoreUse(num_cores())),
         recording.settings.lead is None,
@@ -67,7 +67,7 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     return match(first, target)
 
 
-def _read_shapes(recording: Recording, database: sqlite3.Connection) -> list[EpisodeShape]:
+def _read_shapes(recording: Recording, database: sqlite3.Connection, limit: float) -> list[EpisodeShape]:
     query = "SELECT episode, tokens, answer_tokens FROM rollouts WHERE source != 'direct' ORDER BY episode, sample"
     samples: dict[int, list[SampleTokens]] = {}
     for episode, tokens, answer in database.execute(query):
@@ -79,10 +79,14 @@ def _read_shapes(recording: Recording, database: sqlite3.Connection) -> list[Epi
         ended_s, all_s = (sum(map(_generate_s, rows)) for rows in (recording.episodes, recording.started))
         # Those that had not ended have a part of it.
         generated *= ended_s / max(all_s, 1e-9)
-    shapes = make_shapes(played, samples, generated)
+    shapes = make_shapes(played, samples, generated, limit)
     if not shapes:
         raise ConfigError("the ledger of the run has no finished episode")
     return with_unfinished(started, played, shapes)
+
+
+def _answer_limit(config: dict[str, Any]) -> float:
+    return float((config.get("gconfig") or {}).get("max_new_tokens") or "inf")
 
 
 def _num_generated(database: sqlite3.Connection) -> float | None:
@@ -140,6 +144,14 @@ def _server_cost(config: dict[str, Any], recording: Recording, curve: StepCurve 
     if step_s + sequence_s <= 0:
         step_s = mean(seconds)
     return ServerCost(step_s=step_s, sequence_s=sequence_s, max_running=running)
+
+
+def _update_cost(update_s: float, is_swap: bool) -> UpdateCost:
+    """Return the cost of a weight update.
+
+    Servers that generate meanwhile slow down all of it, if they share a device with the trainer.
+    """
+    return UpdateCost(update_s) if is_swap else UpdateCost(update_s / 2, update_s / 2, is_swap=False)
 
 
 def _train_cost(warm: Sequence[dict[str, Any]], target: Target, update_s: float, num_replicas: int) -> TrainCost:

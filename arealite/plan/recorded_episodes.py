@@ -6,9 +6,10 @@ count these tokens, and they are divided among episodes by the steps for which t
 ended are like longer ones that had.
 """
 
+import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from statistics import mean
 from typing import NamedTuple
 
@@ -68,10 +69,16 @@ def with_unfinished(
 
 
 def make_shapes(
-    episodes: Sequence[PlayedEpisode], samples: Mapping[int, Sequence[SampleTokens]], num_generated: float | None
+    episodes: Sequence[PlayedEpisode],
+    samples: Mapping[int, Sequence[SampleTokens]],
+    num_generated: float | None,
+    limit: float = math.inf,
 ) -> list[EpisodeShape]:
-    """Return the shapes of episodes. `num_generated` are all tokens that servers have counted."""
-    lengths = _all_lengths(episodes, samples)
+    """Return the shapes of episodes.
+
+    `num_generated` are all tokens that servers have counted, `limit` are those of the longest possible answer.
+    """
+    lengths = _all_lengths(episodes, samples, limit)
     step_s = _step_s(episodes, lengths, num_generated)
     shapes = []
     for episode, known in zip(episodes, lengths, strict=True):
@@ -86,21 +93,40 @@ def make_shapes(
     return shapes
 
 
-def _all_lengths(episodes: Sequence[PlayedEpisode], samples: Mapping[int, Sequence[SampleTokens]]) -> list[_Lengths]:
+def _all_lengths(
+    episodes: Sequence[PlayedEpisode], samples: Mapping[int, Sequence[SampleTokens]], limit: float
+) -> list[_Lengths]:
     known = {number: _known(found) for number, found in samples.items() if found}
     prompt = mean(lengths.prompt for lengths in known.values()) if known else 1.0
-    # Samples of episodes without text differ as those of others do.
-    others = cycle(list(known.values()) or [_Lengths(prompt, [1.0])])
+    # Samples of episodes without text differ as those of an episode of about the same mean do.
+    others = sorted(((mean(one.answers), one.answers) for one in known.values()), key=lambda pair: pair[0])
+    others = others or [(1.0, [1.0])]
+    limit = max(limit, *(max(answers) for _, answers in others))
     result = []
     for episode in episodes:
         found = known.get(episode.number)
         if found is None:
-            like, average = next(others), max(1.0, episode.sample_tokens - prompt)
-            scale, count = average / mean(like.answers), max(1, episode.samples)
-            repeated = cycle(like.answers)
-            found = _Lengths(prompt, [max(1.0, next(repeated) * scale) for _ in range(count)])
+            average = max(1.0, episode.sample_tokens - prompt)
+            found = _Lengths(prompt, _like(_nearest(others, average), average, max(1, episode.samples), limit))
         result.append(found)
     return result
+
+
+def _nearest(others: Sequence[tuple[float, list[float]]], average: float) -> list[float]:
+    """Return the answers whose mean is nearest; `others` are in order of their means."""
+    place = bisect(others, average, key=lambda other: other[0])
+    return min(others[max(0, place - 1) : place + 1], key=lambda other: abs(other[0] - average))[1]
+
+
+def _like(answers: Sequence[float], average: float, count: int, limit: float) -> list[float]:
+    """Return `count` answers of this average that differ as `answers` do, none of them longer than `limit`."""
+    drawn = list(islice(cycle(answers), count))
+    before = mean(drawn)
+    if average > before and limit < math.inf:
+        # What is missing to the limit shrinks: longer answers are more alike.
+        left = max(0.0, limit - average) / max(1e-9, limit - before)
+        return [max(average, limit) - left * (limit - answer) for answer in drawn]
+    return [max(1.0, answer * average / before) for answer in drawn]
 
 
 def _known(found: Sequence[SampleTokens]) -> _Lengths:
