@@ -104,6 +104,18 @@ def test_samples_keep_their_lengths_and_turns_their_waits():
     assert second.prompt == 10 and second.answers == [[40, 80]]
 
 
+def test_samples_without_text_are_like_those_of_a_similar_episode():
+    known = {1: [SampleTokens(20, 10), SampleTokens(40, 30)], 2: [SampleTokens(90, 80), SampleTokens(110, 100)]}
+    rows = [episode(number, tokens, [("generate", 1.0)]) for number, tokens in ((3, 56), (4, 190), (5, 220), (6, 300))]
+    shapes = make_shapes(rows, known, None, limit=120)
+    assert [mean(shape.answers[0]) for shape in shapes] == pytest.approx([18, 85, 100, 140])
+    # Shorter ones by a factor; of longer ones, what is missing to the limit.
+    assert shapes[0].answers == [pytest.approx([9, 27])]
+    assert shapes[1].answers == [pytest.approx([85 * 80 / 90, 85 * 100 / 90])]
+    assert shapes[2].answers == [pytest.approx([120 - 40 * 2 / 3, 120 - 20 * 2 / 3])]
+    assert shapes[3].answers == [[140, 140]], "an average beyond the limit is that of all"
+
+
 def test_generation_outside_of_trajectories_has_its_length():
     known = {number: [SampleTokens(20, 10)] * 2 for number in (1, 2)}
     rows = [episode(1, 40, [("generate", 1.0)]), episode(2, 40, [("generate", 3.0)])]
