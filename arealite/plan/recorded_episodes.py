@@ -119,7 +119,7 @@ def _nearest(others: Sequence[tuple[float, list[float]]], average: float) -> lis
 
 
 def _like(answers: Sequence[float], average: float, count: int, limit: float) -> list[float]:
-    """Return `count` answers of this average that differ as `answers` do, none of them longer than `limit`."""
+    """Return `count` answers of this average that differ as `answers` do, up to `limit` tokens."""
     drawn = list(islice(cycle(answers), count))
     before = mean(drawn)
     if average > before and limit < math.inf:
