@@ -31,8 +31,9 @@ class _State:
     # Folder of the checkpoint to go back to.
     good: str = ""
     num_rollbacks: int = 0
-    # The first step after the last rollback.
+    # The first step after the last rollback, and the checkpoint that was restored.
     restarted_at: int = 0
+    restored: str = ""
 
     @property
     def lr_scale(self) -> float:
@@ -56,6 +57,16 @@ class Guard:
     @property
     def rolls_back(self) -> bool:
         return self.action == "rollback"
+
+    @property
+    def lr_scale(self) -> float:
+        return self._state.lr_scale
+
+    def restored_before(self, step: int) -> int | None:
+        """Return the number of steps to which a rollback went back just before `step`; None if there was none."""
+        state = self._state
+        is_first = state.num_rollbacks > 0 and state.restarted_at == step and bool(state.restored)
+        return int(state.restored.removeprefix("step")) if is_first else None
 
     def resume(self, history: Iterable[StepStats], start: StepInfo | None) -> None:
         """Continue with the steps so far. `start`, in a new run, is the position before its first step."""
@@ -113,7 +124,7 @@ class Guard:
             )
         self.recover.restore_engines(state.good)
         state.num_rollbacks += 1
-        state.restarted_at = info.global_step + 1
+        state.restarted_at, state.restored = info.global_step + 1, state.good
         self._scale_rates()
         for engine in self.recover.engines.values():
             engine.set_version(info.global_step + 1)

@@ -35,6 +35,8 @@ class RunRecord:
         self.folder, self.max_bytes = run_dir.record, config.record * _MIB
         self._recorder: Recorder | None = None
         self._sizes: dict[str, dict[str, Any]] = {}
+        # The rollback after the last step.
+        self._rollback: dict[str, Any] | None = None
         # A loop may collect its batches with something of its own.
         if rollout is not None and not hasattr(rollout, "begin_record"):
             self.max_bytes = 0
@@ -53,14 +55,21 @@ class RunRecord:
             self._recorder = Recorder(self.folder, self.max_bytes)
             self._recorder.begin(first_step, environment)
 
-    def commit(self, step: int, stats: list[dict[str, float]]) -> None:
-        """Record the results of a step, of each minibatch."""
+    def roll_back(self, step: int | None) -> None:
+        """Record, with the next step, that weights and optimizers are again those before `step`; None: they are not."""
+        if self.max_bytes and step is not None:
+            self._rollback = {"step": step, "weights": weight_sums(self.engines)}
+
+    def commit(self, step: int, stats: list[dict[str, float]], lr_scale: float = 1.0) -> None:
+        """Record the results of a step, of each minibatch, and by how much learning rates were scaled."""
         if not self.max_bytes:
             return
         if not self._sizes:
             # They are chosen by the free memory of the device, when the first batch arrives.
             self._sizes = {name: _sizes(engine) for name, engine in self.engines.items()}
-        results = {"stats": stats, "weights": weight_sums(self.engines), "sizes": self._sizes}
+        results = {"stats": stats, "weights": weight_sums(self.engines), "sizes": self._sizes, "lr_scale": lr_scale}
+        if self._rollback is not None:
+            results["rollback"], self._rollback = self._rollback, None
         if self.rollout is not None:
             self.rollout.record_step(step, results)
         elif self._recorder is not None:

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from statistics import fmean
 from typing import ParamSpec, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +34,13 @@ from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.server_counters import ServerCounters
 from arealite.trainer.startup import take_startup_stats
-from arealite.trainer.stats_logger import SUPERVISED_COLUMNS, StatsLogger, read_stats
+from arealite.trainer.stats_logger import (
+    SUPERVISED_COLUMNS,
+    StatsLogger,
+    add_executor_stats,
+    average_minibatches,
+    read_stats,
+)
 from arealite.trainer.trace import Trace
 from arealite.utils.activity import activity
 from arealite.utils.console import COLUMNS, ProgressTable, show_message
@@ -159,6 +164,7 @@ class Run:
         if self.replay is not None:
             return (yield from self.replay.steps(self.config, self.engines, self.rollout))
         self.record.begin(first, self.spec)
+        self.record.roll_back(self.guard.restored_before(first))
         self.table = ProgressTable(
             self.spec.total_train_steps,
             COLUMNS if self.rollout is not None else SUPERVISED_COLUMNS,
@@ -220,14 +226,14 @@ class Run:
         if self.replay is not None:
             return self.replay.check(step, as_rows(stats), self.engines)
         info = self._last_info = self._info(step)
-        values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
+        values = dict(stats) if isinstance(stats, Mapping) else average_minibatches(list(stats))
         is_last = step + 1 == self.spec.total_train_steps
         results: dict[int, Stats] = {}
         if self.evaluations.evaluator is not None:
             with self.phase("evaluate"):
                 results = self.evaluations.after_step(info, is_last)
         if self.rollout is not None:
-            values = _fill_in(values, self.rollout.stats())
+            values = add_executor_stats(values, self.rollout.stats())
         values |= self._take_engine_stats()
         if isinstance(self.dataloader, StatefulDataLoader):
             values |= self.dataloader.stats()
@@ -247,7 +253,7 @@ class Run:
         # The model comes first at the end: a disk that is full for it is full for statistics too.
         failure = self._save_last(info) if is_last else None
         self.stats.commit(step, values)
-        self.record.commit(step, as_rows(stats))
+        self.record.commit(step, as_rows(stats), self.guard.lr_scale)
         if self.table is not None:
             self.table.update(step, values)
         self._write_evaluations(results)
@@ -263,7 +269,8 @@ class Run:
     def _on_collapse(self, info: StepInfo, reason: str) -> None:
         """Go back to a good checkpoint, or save the model and stop."""
         if self.guard.rolls_back:
-            return self.guard.roll_back(info, reason)
+            self.guard.roll_back(info, reason)
+            return self.record.roll_back(self.guard.restored_before(info.global_step + 1))
         path = self.saver.path(info)
         if not broadcast_json(path.exists()):
             self._try(self.saver.save, info)
@@ -383,18 +390,3 @@ class Run:
     def _info(self, step: int) -> StepInfo:
         per_epoch = self.spec.steps_per_epoch
         return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
-
-
-def _fill_in(stats: dict[str, float], executor_stats: dict[str, float]) -> dict[str, float]:
-    """Add the executor's statistics; its reward and lag stand in where the loss reports none."""
-    names = {"reward": "reward_mean", "staleness/max": "lag_max"}
-    known = {name: executor_stats[key] for name, key in names.items() if key in executor_stats}
-    return {**known, **stats, **executor_stats}
-
-
-def _mean(stats: list[dict[str, float]]) -> dict[str, float]:
-    """Average over minibatches; a statistic that only some have is averaged over those."""
-    keys = dict.fromkeys(key for row in stats for key in row)
-    present = {key: [row[key] for row in stats if key in row] for key in keys}
-    picks = {"max": max, "min": min}
-    return {key: picks.get(key.rsplit("/")[-1], fmean)(row) for key, row in present.items()}

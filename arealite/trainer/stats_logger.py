@@ -9,6 +9,7 @@ import json
 import math
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
@@ -114,3 +115,18 @@ def _step_of(line: str) -> float:
     except (ValueError, TypeError, KeyError):
         # The line was cut short by a crash, or is damaged.
         return math.inf
+
+
+def add_executor_stats(stats: dict[str, float], executor_stats: dict[str, float]) -> dict[str, float]:
+    """Add the executor's statistics; its reward and lag stand in where the loss reports none."""
+    names = {"reward": "reward_mean", "staleness/max": "lag_max"}
+    known = {name: executor_stats[key] for name, key in names.items() if key in executor_stats}
+    return {**known, **stats, **executor_stats}
+
+
+def average_minibatches(stats: list[dict[str, float]]) -> dict[str, float]:
+    """Average over minibatches; a statistic that only some have is averaged over those."""
+    keys = dict.fromkeys(key for row in stats for key in row)
+    present = {key: [row[key] for row in stats if key in row] for key in keys}
+    picks = {"max": max, "min": min}
+    return {key: picks.get(key.rsplit("/")[-1], fmean)(row) for key, row in present.items()}

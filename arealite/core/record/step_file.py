@@ -57,7 +57,12 @@ def write_step(folder: Path, step: int, record: StepRecord) -> int:
     return len(blob)
 
 
-def read_step(folder: Path, step: int) -> StepRecord:
+def read_info(folder: Path, step: int) -> dict[str, Any]:
+    """Read what `read_step` does, without the batches."""
+    return read_step(folder, step, with_batches=False).info
+
+
+def read_step(folder: Path, step: int, with_batches: bool = True) -> StepRecord:
     """Read a step; raises `RecordError` if its file is damaged or not there."""
     path = step_path(folder, step)
     try:
@@ -66,6 +71,8 @@ def read_step(folder: Path, step: int) -> StepRecord:
         head = json.loads(data[8 : 8 + size])
         if head["format"] != _FORMAT:
             raise RecordError(f"{path} is of format {head['format']}; this version of arealite reads {_FORMAT}")
+        if not with_batches:
+            return StepRecord(head["info"], [])
         tensors = load(data[8 + size :]) if len(data) > 8 + size else {}
         return StepRecord(head["info"], [_unpack(i, each, tensors) for i, each in enumerate(head["layouts"])])
     except FileNotFoundError:

@@ -18,6 +18,7 @@ _CAUSES = (
     ("tokens|input_ids|logprobs|versions", "sampling: other weights, another engine, or one that is not deterministic"),
     ("rewards|stats/", "the reward, or what it reads, gives another value for the same answers"),
     ("episode", "the workflow, or what it calls"),
+    ("restored", "the checkpoint that the rollback restores is another one, or was changed"),
     ("weights before", "the model or the checkpoint at the start is another one, or was changed"),
     ("prox_logp|ref_logp|teacher_logp|values|train_logp", "a forward pass: its weights, kernels or number of threads"),
     ("advantages|returns|shaped_rewards", "how rewards become advantages: code or configuration"),
@@ -83,6 +84,15 @@ def compare_sums(step: int, what: str, recorded: Mapping[str, Any], replayed: Ma
         if old != new:
             texts = (f"mean {_text(value)} (checksum {crc:08x})" for crc, value in ((old, mean), (new, new_mean)))
             return Difference(step, f"{what}{name}", *texts)
+    return None
+
+
+def compare_weights(step: int, what: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
+    """Compare the checksums of each engine's weights."""
+    for name in recorded:
+        found = compare_sums(step, f"{what}{name}: ", recorded[name], now.get(name, {}))
+        if found is not None:
+            return found
     return None
 
 

@@ -22,7 +22,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.replay.compare import Difference, compare_batches
-from arealite.engine.replay.plan import ReplayPlan
+from arealite.engine.replay.plan import ReplayPlan, unknown_versions
 from arealite.engine.replay.playback import Generation, Playback, ReplayMismatch
 from arealite.utils import distributed
 from arealite.utils.data import concat_padded, select_rows, with_sample_columns
@@ -49,7 +49,9 @@ class ReplayEngine(CollectingEngine):
         self.num_checked = self.num_taken = 0
         self._step = plan.first
         self._playback = Playback()
-        self._generation = None if servers is None else Generation(servers, plan.first)
+        self._generation: Generation | None = None
+        if servers is not None:
+            self._generation = Generation(servers, plan.first, unknown_versions(self.folder, plan.first, plan.last))
         self._mismatches: list[ReplayMismatch] = []
         self._running: dict[str, Future[Outcome]] = {}
         # Gets the workflow of a loop whose rollouts alone are replayed, and ends the loop.

@@ -5,13 +5,13 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from arealite.api.errors import RecordError
-from arealite.core.record.step_file import describe_steps, read_step, recorded_steps
+from arealite.core.record.step_file import describe_steps, read_info, recorded_steps
 
 REPLAY_ENV = "AREALITE_REPLAY"
 Mode = Literal["whole", "trainer-only", "rollout-only"]
@@ -56,7 +56,8 @@ def choose_steps(
     """Return the first and last step to replay, and the recover checkpoint to start from.
 
     `checkpoints` are the good ones, each with the step after it. Training starts from the newest one at or before
-    `first`, or from the model before step 0; all steps from there on must be recorded. `num_steps` replaces `last`.
+    `first`, or from the model before step 0; all steps from there on must be recorded, and so must be what rollbacks
+    go back to. `num_steps` replaces `last`.
     """
     steps = recorded_steps(folder)
     if not steps:
@@ -75,20 +76,62 @@ def choose_steps(
     if last < first:
         raise RecordError(f"--to {last + 1} is before --from {first + 1}")
     if not needs_weights:
-        start = first
-    else:
-        before = [step for step in usable if step <= first]
-        if not before:
-            where = ", ".join(str(step + 1) for step in usable) or "none"
-            raise RecordError(
-                f"there is no checkpoint to start from at or before step {first + 1}: replay can start at steps "
-                f"{where} of this record. Set recover.freq_steps in the next run, or raise `record`"
-            )
-        start = before[-1]
-    missing = next((step for step in range(start, last + 1) if step not in known), None)
+        _check_all_recorded(folder, first, last)
+        return first, last, None
+    before = [step for step in usable if step <= first]
+    if not before:
+        where = ", ".join(str(step + 1) for step in usable) or "none"
+        raise RecordError(
+            f"there is no checkpoint to start from at or before step {first + 1}: replay can start at steps "
+            f"{where} of this record. Set recover.freq_steps in the next run, or raise `record`"
+        )
+    lost: RecordError | None = None
+    for start in reversed(before):
+        _check_all_recorded(folder, start, last)
+        lost = _find_lost_state(folder, start, last, starts)
+        if lost is None:
+            return start, last, starts[start]
+    assert lost is not None
+    raise lost
+
+
+def _check_all_recorded(folder: Path, first: int, last: int) -> None:
+    known = set(recorded_steps(folder))
+    missing = next((step for step in range(first, last + 1) if step not in known), None)
     if missing is not None:
         raise RecordError(f"step {missing + 1} is missing in the record {folder}: {describe_steps(folder)}")
-    return start, last, starts.get(start) if needs_weights else None
+
+
+def _find_lost_state(folder: Path, start: int, last: int, starts: Mapping[int, Path | None]) -> RecordError | None:
+    """Return why a rollback cannot be repeated: its checkpoint is older than `start`, and not there any more."""
+    for step, state in find_rollbacks(folder, start + 1, last).items():
+        if state < start and starts.get(state) is None:
+            return RecordError(
+                f"before step {step + 1} the run went back to its checkpoint step{state:06d}, which is not there any "
+                f"more, nor an older one to start from: replay ends before (--to {step}), or starts from a checkpoint "
+                "after it"
+            )
+    return None
+
+
+def find_rollbacks(folder: Path, first: int, last: int) -> dict[int, int]:
+    """Return before which of these steps the run went back, and to the beginning of which step."""
+    infos = ((step, read_info(folder, step)) for step in range(first, last + 1))
+    return {step: info["rollback"]["step"] for step, info in infos if "rollback" in info}
+
+
+def unknown_versions(folder: Path, first: int, last: int) -> set[int]:
+    """Return versions from `first` on whose weights the servers of a replay do not have.
+
+    A rollback comes after the weights of a step were sent to servers. So they still generate with the weights before
+    it, which a replay that starts there does not have; and a run that was resumed there sent the restored weights.
+    """
+    steps = find_rollbacks(folder, first, last)
+    return {step for step in steps if step == first or _begins_attempt(read_info(folder, step)["attempt"], step)}
+
+
+def _begins_attempt(attempt: str, step: int) -> bool:
+    return int(attempt.removeprefix("attempt").split("-")[0]) == step
 
 
 def read_attempt(folder: Path, name: str) -> dict[str, Any]:
@@ -102,12 +145,14 @@ def read_attempt(folder: Path, name: str) -> dict[str, Any]:
 
 def environment_of(folder: Path, step: int) -> dict[str, Any]:
     """Return the environment in which a step was recorded."""
-    return read_attempt(folder, read_step(folder, step).info["attempt"])
+    return read_attempt(folder, read_info(folder, step)["attempt"])
 
 
 def weights_before(folder: Path, step: int) -> dict[str, Any] | None:
     """Return the recorded checksums of the weights before a step; None if they are not known."""
-    attempt = read_step(folder, step).info["attempt"]
-    if int(attempt.removeprefix("attempt").split("-")[0]) == step:
-        return read_attempt(folder, attempt)["weights"]
-    return read_step(folder, step - 1).info["weights"] if step - 1 in recorded_steps(folder) else None
+    info = read_info(folder, step)
+    if "rollback" in info:
+        return info["rollback"]["weights"]
+    if _begins_attempt(info["attempt"], step):
+        return read_attempt(folder, info["attempt"])["weights"]
+    return read_info(folder, step - 1)["weights"] if step - 1 in recorded_steps(folder) else None

@@ -7,7 +7,7 @@ else than in the run, and `ReplayMismatch` names the first token in which the pr
 import asyncio
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -91,10 +91,10 @@ class Generation:
     the versions before has been generated: so an update comes where it came in the run.
     """
 
-    def __init__(self, engine: InferenceEngine, first_version: int):
+    def __init__(self, engine: InferenceEngine, first_version: int, unknown: Collection[int] = ()):
         self.engine, self.version = engine, first_version
-        # Tokens older than this were sampled by weights that a replay does not have.
-        self.first_version = first_version
+        # Tokens older than this, or of these versions, were sampled by weights that a replay does not have.
+        self.first_version, self.unknown = first_version, unknown
         # Versions of recorded tokens that are not generated yet, with their number, by episode.
         self.left: dict[str, Counter[int]] = {}
         self._changed = asyncio.Condition()
@@ -102,7 +102,10 @@ class Generation:
     def expect(self, episode: str, requests: Iterable[RecordedRequest]) -> None:
         """Count what an episode has to generate."""
         versions = (v for each in requests for response in each.responses for v in response.output_versions)
-        self.left[episode] = Counter(version for version in versions if version >= self.first_version)
+        self.left[episode] = Counter(version for version in versions if self._is_known(version))
+
+    def _is_known(self, version: int) -> bool:
+        return version >= self.first_version and version not in self.unknown
 
     async def finish(self, episode: str) -> None:
         """Expect no more of an episode: it has ended, perhaps otherwise than in the run."""
@@ -141,7 +144,7 @@ class Generation:
         spans = [(version, len(list(group))) for version, group in groupby(response.output_versions)]
         for number, (version, count) in enumerate(spans):
             part = slice(len(tokens), len(tokens) + count)
-            if version < self.first_version:
+            if not self._is_known(version):
                 new = response.output_tokens[part], response.output_logprobs[part]
             else:
                 is_last = number == len(spans) - 1

@@ -15,9 +15,10 @@ from arealite.api.errors import ConfigError
 from arealite.core.record.environment import describe_environment, differences
 from arealite.core.record.recorder import column_sums
 from arealite.core.record.step_file import read_step
-from arealite.engine.replay.compare import Difference, compare_stats, compare_sums
+from arealite.engine.replay.compare import Difference, compare_stats, compare_sums, compare_weights
 from arealite.engine.replay.engine import ReplayEngine
 from arealite.engine.replay.plan import ReplayPlan, environment_of, read_attempt, weights_before
+from arealite.engine.replay.states import RunStates
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank
 
@@ -71,19 +72,23 @@ class Replay:
             self.rollout.on_workflow = self._run_rollouts
             yield self.plan.first
         self._check_start(engines)
+        states = RunStates(self.plan, engines)
         for step in range(self.plan.first, self.plan.last + 1):
+            if self.difference is None:
+                self._agree(states.begin_step(step))
             if self.difference is not None:
                 break
             if self.rollout is not None:
                 self.rollout.begin_step(step)
             yield step
+        states.close()
         self._write()
 
     def _check_start(self, engines: Mapping[str, TrainEngine]) -> None:
         now = {name: engine.weight_sums() for name, engine in engines.items()}
         found: Difference | None = None
         if rank() == 0 and (recorded := weights_before(self.folder, self.plan.first)) is not None:
-            found = _compare_weights(self.plan.first, "weights before the first step: ", recorded, now)
+            found = compare_weights(self.plan.first, "weights before the first step: ", recorded, now)
         self._agree(found)
 
     def check(self, step: int, stats: list[dict[str, Any]], engines: Mapping[str, TrainEngine]) -> None:
@@ -113,7 +118,7 @@ class Replay:
         found = compare_stats(step, info["stats"], stats)
         for recorded, now in columns:
             found = found or compare_sums(step, "", recorded, now)
-        return found or _compare_weights(step, "weights after the step: ", info["weights"], weights)
+        return found or compare_weights(step, "weights after the step: ", info["weights"], weights)
 
     def _recorded_by_controller(self, info: dict[str, Any]) -> bool:
         return bool(read_attempt(self.folder, info["attempt"])["config"].get("controller"))
@@ -154,14 +159,6 @@ class Replay:
             "changes": differences(recorded, describe_environment(self._config), self.plan.mode != "rollout-only"),
         }
         Path(self.plan.result).write_text(json.dumps(result))
-
-
-def _compare_weights(step: int, what: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Difference | None:
-    for name in recorded:
-        found = compare_sums(step, f"{what}{name}: ", recorded[name], now.get(name, {}))
-        if found is not None:
-            return found
-    return None
 
 
 @functools.cache

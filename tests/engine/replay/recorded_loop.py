@@ -63,21 +63,29 @@ def make_config(model: Path, folder: Path, **changes: Any) -> GRPOConfig:
     return config
 
 
-def train(config: GRPOConfig, tokenizer: Any, reward: Any = vowels, hint: str = "again", between: Any = None) -> RunDir:
+def train(
+    config: GRPOConfig,
+    tokenizer: Any,
+    reward: Any = vowels,
+    hint: str = "again",
+    between: Any = None,
+    num_steps: int = NUM_STEPS,
+) -> RunDir:
     """Run the loop of the example scripts; `between` is called with the actor before each step."""
+    spec = replace(SPEC, max_steps=num_steps)
     rows = [{"prompt": f"{i}: "} for i in range(64)]
     loader = StatefulDataLoader(rows, config.train_dataset, seed=3)
     workflow = MultiTurnWorkflow(
         reward, config.gconfig, tokenizer, reward_inline=True, max_turns=2, success=3.0, feedback=hint
     )
     actor = make_engine(FSDPPPOActor, config.actor)
-    actor.initialize(SPEC)
+    actor.initialize(spec)
     server = ServerConfig(
         model_path=config.actor.path, device="cpu", dtype="float32", max_total_tokens=8192, deterministic=True
     )
     rollout = make_engine(EmbeddedEngine, config.rollout, server, 5, RunDir(config).db_path)
     rollout.initialize(train_batch_size=BATCH_SIZE)
-    with Run(config, SPEC, actor, rollout, loader) as run:
+    with Run(config, spec, actor, rollout, loader) as run:
         weights = make_weight_meta(config, run.dir, rollout)
         for step in run.steps():
             if between is not None:
@@ -95,7 +103,7 @@ def train(config: GRPOConfig, tokenizer: Any, reward: Any = vowels, hint: str = 
 def replay(recorded: GRPOConfig, tokenizer: Any, folder: Path, plan: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Replay a run in this process, and return its result."""
     config = make_config(Path(recorded.actor.path), folder, record=0)
-    config.recover = RecoverConfig()
+    config.recover, config.gconfig = RecoverConfig(), recorded.gconfig
     config.actor = how.pop("actor", config.actor)
     return as_replay(RunDir(recorded).record, folder, plan, lambda: train(config, tokenizer, **how))
 
