@@ -63,7 +63,7 @@ class Guard:
         return self._state.lr_scale
 
     def restored_before(self, step: int) -> int | None:
-        """Return the number of steps to which a rollback went back just before `step`; None if there was none."""
+        """Return to which step a rollback went back before `step`; None if there was none."""
         state = self._state
         is_first = state.num_rollbacks > 0 and state.restarted_at == step and bool(state.restored)
         return int(state.restored.removeprefix("step")) if is_first else None

@@ -56,7 +56,7 @@ class RunRecord:
             self._recorder.begin(first_step, environment)
 
     def roll_back(self, step: int | None) -> None:
-        """Record, with the next step, that weights and optimizers are again those before `step`; None: they are not."""
+        """Record with the next step that weights and optimizers are again those before `step`, if it is not None."""
         if self.max_bytes and step is not None:
             self._rollback = {"step": step, "weights": weight_sums(self.engines)}
 

@@ -14,16 +14,17 @@ _TIMED = re.compile(r"(_per_s|_s|tflops|mfu|bubble_share)$|(^|/)time/")
 _ORDER = ("input_ids", "attention_mask", "loss_mask", "versions", "logprobs", "truncated", "rewards")
 _OF_EPISODES = r"episode|prompt|rewards"
 _CAUSES = (
+    # Names of weights may contain the words below.
+    ("^weights before", "the model or the checkpoint at the start is another one, or was changed"),
+    ("^weights restored", "the checkpoint that the rollback restores is another one, or was changed"),
+    ("^weights", "the optimizer step, or something that changed weights besides it"),
     ("prompt", "the workflow asked for something else: its code, a tool, an environment, the chat template or the row"),
     ("tokens|input_ids|logprobs|versions", "sampling: other weights, another engine, or one that is not deterministic"),
     ("rewards|stats/", "the reward, or what it reads, gives another value for the same answers"),
     ("episode", "the workflow, or what it calls"),
-    ("restored", "the checkpoint that the rollback restores is another one, or was changed"),
-    ("weights before", "the model or the checkpoint at the start is another one, or was changed"),
     ("prox_logp|ref_logp|teacher_logp|values|train_logp", "a forward pass: its weights, kernels or number of threads"),
     ("advantages|returns|shaped_rewards", "how rewards become advantages: code or configuration"),
     (r"^lr\b", "the learning rate or its schedule"),
-    ("weights", "the optimizer step, or something that changed weights besides it"),
     ("", "the loss, its gradient or the split into micro-batches"),
 )
 

@@ -103,7 +103,7 @@ def _check_all_recorded(folder: Path, first: int, last: int) -> None:
 
 
 def _find_lost_state(folder: Path, start: int, last: int, starts: Mapping[int, Path | None]) -> RecordError | None:
-    """Return why a rollback cannot be repeated: its checkpoint is older than `start`, and not there any more."""
+    """Return the first rollback that cannot be repeated: its checkpoint is older than `start`, and gone."""
     for step, state in find_rollbacks(folder, start + 1, last).items():
         if state < start and starts.get(state) is None:
             return RecordError(
