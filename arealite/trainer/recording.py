@@ -56,7 +56,7 @@ class RunRecord:
             self._recorder.begin(first_step, environment)
 
     def roll_back(self, step: int | None) -> None:
-        """Record with the next step that weights and optimizers are again those before `step`, if it is not None."""
+        """Record with the next step that the state before `step` was restored; None: it was not."""
         if self.max_bytes and step is not None:
             self._rollback = {"step": step, "weights": weight_sums(self.engines)}
 
