@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 
 class Speeds(NamedTuple):
-    """Speeds relative to those of a server or trainer that is alone on the machine."""
+    """Speeds relative to those of an engine or trainer that is alone on the machine."""
 
     server: float
     trainer: float
 
 
 class CoreUse(NamedTuple):
-    """The cores of a machine, and how many of them an active server and a rank of the trainer need."""
+    """The cores of a machine, and what an active server and a rank of the trainer need of them.
+
+    `server` and `trainer` are CPU seconds of a process for each of its engine's thread, or of its work.
+    """
 
     cores: float
     server: float = 1.0
@@ -31,12 +34,15 @@ class CoreUse(NamedTuple):
 
         `tokens_per_s` is what all servers would generate at full speed.
         """
-        episodes = min(1.0, self.token_s * tokens_per_s)
+        # Threads of a server besides its engine (HTTP, JSON) run while the engine waits for the interpreter.
+        has_one_core = self.server < 2
+        engine = 1 / self.server if has_one_core else 1.0
+        episodes = min(1.0, self.token_s * tokens_per_s * engine)
         # What the interpreter leaves to the first rank, for which the others wait. A trainer that keeps two cores busy
         # computes outside of the interpreter.
         left = 1.0 if self.trainer >= 2 else max(0.1, 1 - episodes)
-        need = self.server * num_servers + episodes
+        need = (1.0 if has_one_core else self.server) * num_servers + episodes
         if trainer_works:
             need += self.num_ranks * self.trainer * left
         share = min(1.0, self.cores / need) if need else 1.0
-        return Speeds(share, share * left)
+        return Speeds(share * engine, share * left)
