@@ -16,6 +16,8 @@ from arealite.core.foresee.resources import ServerUse, StepTime
 
 # Neighbours whose loads differ by less than this factor are one point.
 _SAME_LOAD = 1.5
+# A point of the curve has so many steps or more, as in the trial on CPU: a single step is no measurement.
+_MIN_STEPS = 3
 # What lengths cost is known if they make a step of the trial slower by this share.
 _NOTICEABLE = 0.05
 
@@ -136,7 +138,7 @@ def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s
             first = row.sequences / row.steps
             groups.append(sums)
     points: list[list[float]] = []
-    for group in groups:
+    for group in _with_enough_steps(groups):
         points.append(group)
         # Neighbours in the wrong order are noise: they get their common mean.
         while len(points) > 1 and points[-2][2] / points[-2][0] >= points[-1][2] / points[-1][0]:
@@ -145,6 +147,17 @@ def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s
     if len(points) > 2 and points[-1][1] / points[-1][0] < _SAME_LOAD * points[-2][1] / points[-2][0]:
         points[-2:] = [_add(points[-2], points[-1])]
     return [(sequences / steps, seconds / steps) for steps, sequences, seconds in points]
+
+
+def _with_enough_steps(groups: Sequence[list[float]]) -> list[list[float]]:
+    """Join groups of few steps to the one before, or the first ones to the next."""
+    found: list[list[float]] = []
+    for group in groups:
+        if found and min(group[0], found[-1][0]) < _MIN_STEPS:
+            found[-1] = _add(found[-1], group)
+        else:
+            found.append(group)
+    return found
 
 
 def _add(first: Sequence[float], second: Sequence[float]) -> list[float]:

@@ -14,8 +14,11 @@ from arealite.core.foresee.core_sharing import CoreUse
         (CoreUse(2), 2, True, (2 / 3, 2 / 3)),
         (CoreUse(2), 2, False, (1, 1)),
         (CoreUse(1), 1, True, (1 / 2, 1 / 2)),
-        # Half of a server's second core, and two ranks: 1.5 + 2 on 2.
-        (CoreUse(2, server=1.5, num_ranks=2), 1, True, (4 / 7, 4 / 7)),
+        # Threads of one interpreter run one at a time, so a server needs one core. With two ranks: 1 + 2 on 2.
+        (CoreUse(2, server=1.5, num_ranks=2), 1, True, (2 / 3 / 1.5, 2 / 3)),
+        (CoreUse(8, server=1.25), 1, False, (0.8, 1)),
+        # An engine of two threads and more computes outside of the interpreter: 3 + 1 on 2.
+        (CoreUse(2, server=3), 1, True, (1 / 2, 1 / 2)),
         # A trainer of four threads beside a server.
         (CoreUse(4, trainer=4), 1, True, (4 / 5, 4 / 5)),
         (CoreUse(8, trainer=4), 1, True, (1, 1)),
@@ -31,8 +34,8 @@ def test_all_get_the_same_share_of_what_they_need(use, num_servers, trainer_work
         # 200 tokens a second take 0.2 of the interpreter; the server has a core of its own.
         (CoreUse(8, token_s=0.001), (1, 0.8)),
         (CoreUse(2, token_s=0.001), (1, 0.8)),
-        # 1.2 of the server, 0.2 for episodes, 0.8 for the trainer: 2.2 on 2.
-        (CoreUse(2, server=1.2, token_s=0.001), (2 / 2.2, 0.8 * 2 / 2.2)),
+        # The engine makes fewer tokens while other threads of its server run.
+        (CoreUse(2, server=1.25, token_s=0.001), (0.8, 0.84)),
         # The second rank waits for the first: 1 + 0.2 + 2 · 0.8 on 2.
         (CoreUse(2, num_ranks=2, token_s=0.001), (2 / 2.8, 0.8 * 2 / 2.8)),
         # Four threads compute outside of the interpreter: 1 + 0.2 + 4 on 4.

@@ -121,6 +121,16 @@ def test_the_curve_goes_on_from_points_that_are_far_apart():
     assert fit_step_curve(use).at(1024) == pytest.approx(42.0, rel=0.1)
 
 
+def test_a_single_step_is_no_point_of_the_curve():
+    # Without prompts a full server makes one step with all sequences, the first one.
+    full = rows((20, 8, 0, 3.0), (20, 200, 0, 10.0), (10, 600, 0, 30.0), (1, 1000, 0, 31.0))
+    curve = fit_step_curve(ServerUse(full, 1.0))
+    assert curve.at(1000) == pytest.approx(50.0, rel=0.1)
+    assert curve.loads == pytest.approx((8, 200, 7000 / 11))
+    # One of the smallest load is joined to the next.
+    assert fit_step_curve(ServerUse(rows((1, 1, 0, 9.0), *[(20, 8, 0, 3.0), (20, 200, 0, 10.0)]), 1.0)).at(1) < 3.5
+
+
 def test_requests_of_one_step_share_a_pass():
     one, two = PromptPasses(2.0), PromptPasses(2.0, num_servers=2)
     starts = (0.0, 0.5, 0.9, 1.0, 5.2, 5.3)
@@ -130,7 +140,7 @@ def test_requests_of_one_step_share_a_pass():
 
 def test_costs_of_lengths_come_from_steps_of_one_load():
     def step(load, length, differ, seconds):
-        return StepTime(2, 2 * load, 0, 2 * seconds, 2 * seconds, 2 * load * length, 2 * load * differ)
+        return StepTime(4, 4 * load, 0, 4 * seconds, 4 * seconds, 4 * load * length, 4 * load * differ)
 
     # 2 ms a token of context and 1 ms of spread.
     measured = ((16, 100, 0), (64, 100, 0), (64, 150, 200), (64, 400, 0))
