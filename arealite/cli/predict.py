@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import math
+import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +26,23 @@ from arealite.utils.rundir import RunDir
 
 _NUM_SHOWN = 5
 _NO_LIMIT_S = 1e7
+_MAX_SERVERS = 4096
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def predict(options: Namespace) -> int:
     """Run what the options ask for; returns the exit code."""
+    if options.seed < 0:
+        raise ConfigError(f"--seed is {options.seed}; give 0 or more")
+    if options.servers is not None and options.layout is not None:
+        raise ConfigError(
+            "--layout says how many servers there are: leave out --servers, or sweep it (--sweep servers=1,2)"
+        )
+    # Not after minutes of work.
+    _check_file("--calibrate", options.calibrate)
+    _check_file("--plot", options.plot)
+    if options.plot and Path(options.plot).suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--plot is {options.plot}; give a file that ends with one of {', '.join(_PICTURES)}")
     if options.calibrate:
         return _calibrate(options)
     sources = [options.run_dir, options.calibrated, options.layout, options.gpus]
@@ -47,6 +62,13 @@ def predict(options: Namespace) -> int:
     setup, title = _measured_setup(options)
     prediction = simulate(setup)
     return _show(options, prediction, title, describe(prediction))
+
+
+def _check_file(option: str, path: str | None) -> None:
+    """Raise `ConfigError` if a file cannot be written."""
+    folder = Path(path or ".").absolute().parent
+    if path and (Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+        raise ConfigError(f"{option} is {path}, which cannot be written: give a file in a folder that exists")
 
 
 def _show(options: Namespace, prediction: Prediction, title: str, text: str) -> int:
@@ -82,8 +104,8 @@ def _sweep(options: Namespace) -> int:
         raise ConfigError(f"--sweep is {options.sweep!r}; write KEY=A,B,… with one of {', '.join(SWEPT)}")
     if options.gpus is not None:
         raise ConfigError("--sweep predicts one layout: give --layout, --from or --calibrated instead of --gpus")
-    if options.page and not Path(options.page).is_dir():
-        raise ConfigError(f"--page {options.page}: there is no such run directory")
+    if options.page:
+        RunDir(options.page).check()
     predictions = []
     for value in values:
         name = key.replace("-", "_")
@@ -110,10 +132,16 @@ def _setup(options: Namespace) -> Setup:
         return _measured_setup(options)[0]
     layout = _layout(options)
     if options.servers is not None:
+        _check_servers(options.servers)
         gen = replace(layout.gen, data=options.servers)
         layout = replace(layout, mode=replace(layout.mode, gen=gen))
     setup, _ = make_setup(layout, _workload(options), _rollout(options), _crashes(options))
     return replace(setup, steps=options.steps, seed=options.seed)
+
+
+def _check_servers(number: int) -> None:
+    if not 1 <= number <= _MAX_SERVERS:
+        raise ConfigError(f"--servers is {number}; give 1 to {_MAX_SERVERS}")
 
 
 def _model(options: Namespace) -> ModelSize:
@@ -171,7 +199,8 @@ def _crashes(options: Namespace) -> tuple[Crash, ...]:
             crash = Crash(float(at), int(server), float(restart) if restart else None)
         except ValueError:
             crash = Crash(-1.0, -1, None)
-        if crash.server < 0 or crash.at_s < 0 or (crash.restart_s or 0.0) < 0:
+        times = (crash.at_s, crash.restart_s or 0.0)
+        if crash.server < 0 or not all(math.isfinite(time) and time >= 0 for time in times):
             raise ConfigError(f"--crash is {text!r}; write SERVER@SECONDS or SERVER@SECONDS:RESTART_SECONDS")
         found.append(crash)
     return tuple(found)
@@ -183,9 +212,8 @@ def _measured_setup(options: Namespace) -> tuple[Setup, str]:
         measured = read_run(Path(options.run_dir), read_stats(RunDir(options.run_dir)))
     else:
         measured = read_measured(Path(options.calibrated))
-    servers = options.servers or measured.num_servers
-    if servers < 1:
-        raise ConfigError(f"--servers is {servers}; give at least 1")
+    servers = measured.num_servers if options.servers is None else options.servers
+    _check_servers(servers)
     update = replace(measured.update, is_swap=measured.update.is_swap and not options.interrupt)
     eta = measured.eta if options.eta is None else options.eta
     has_lead = measured.adaptive_lead and not options.fixed_lead

@@ -48,7 +48,8 @@ class Distribution:
             arguments = tuple(float(number) for number in rest.split(",")) if numbers else ()
         except ValueError:
             arguments = ()
-        if _NUM_ARGUMENTS.get(kind) != len(arguments) or any(n < 0 or n != n or n > 1e9 for n in arguments):
+        is_valid = _NUM_ARGUMENTS.get(kind) == len(arguments) and all(0 <= n <= 1e9 for n in arguments)
+        if not is_valid or (kind == "uniform" and arguments[0] > arguments[1]):
             raise ConfigError(f"{what} is {text!r}; write {_FORMS}, for example lognormal:800,1.0,8192")
         return cls(kind, arguments)
 

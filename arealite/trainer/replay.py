@@ -19,6 +19,7 @@ from arealite.engine.replay.compare import Difference
 from arealite.engine.replay.plan import REPLAY_ENV, Mode, ReplayPlan, choose_steps, environment_of
 from arealite.launcher.local import launch
 from arealite.trainer.recover import find_damage, list_complete
+from arealite.utils.config import load_plain
 from arealite.utils.rundir import RunDir, make_new_folder
 
 _LOOP = Path(__file__).with_name("replay_loop.py")
@@ -52,14 +53,21 @@ def read_run(run_dir: RunDir) -> RecordedRun:
     run_dir.check()
     if not run_dir.config_path.is_file():
         raise ConfigError(f"{run_dir.path} is not a run directory: it has no {run_dir.config_path.name}")
-    config: Any = OmegaConf.to_container(OmegaConf.load(run_dir.config_path))
+    config: Any = OmegaConf.to_container(load_plain(["--config", str(run_dir.config_path)]))
+    if not config.get("allocation_mode") or not any(isinstance(config.get(name), dict) for name in ("actor", "model")):
+        raise ConfigError(
+            f"{run_dir.config_path} is not the whole configuration of a run: it needs allocation_mode, and actor or "
+            "model. Restore the file from a copy"
+        )
     if config.get("record") == 0:
         raise RecordError(f"the run in {run_dir.path} was not recorded (record=0): set record=256 in the next one")
     job_path = run_dir.path / "job.json"
     try:
         job = json.loads(job_path.read_text()) if job_path.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"{job_path} is damaged ({error}): remove it to replay the training alone") from error
+        if not isinstance(job, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{job_path} cannot be read ({error}): remove it to replay the training alone") from error
     cwd = job.get("cwd") or os.getcwd()
     if not Path(cwd).is_dir():
         raise ConfigError(f"the run was started in {cwd}, which is not there: paths of its configuration begin there")

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.backends import KEY_REFERENCE
 from arealite.api.cli_args import GRPOConfig
-from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError
+from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError, RecordError
 from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_text, type_name
 from arealite.utils.config_schema import schema_of
 from arealite.utils.network import GROUP_TIMED_OUT
@@ -46,7 +46,7 @@ LOG_FILE_ENV = "AREALITE_LOG_FILE"
 REFUSED = 2
 # Exit code after `on_collapse`; a restart would collapse again.
 COLLAPSED = 3
-_PERMANENT = (ConfigError, DatasetError, CheckpointError)
+_PERMANENT = (ConfigError, DatasetError, CheckpointError, RecordError)
 # Each is merged on its own, so that an error can name it.
 MAX_OVERRIDES = 500
 # Keys whose texts are not shown; `tokenizer_path` is none of them.

@@ -161,6 +161,14 @@ def test_models_that_fit_nowhere_are_refused():
         (["--from", "/not/there"], "there is no run directory"),
         (["--calibrated", "/not/there"], "there is no file /not/there"),
         (["--calibrate", "out.json", "--model", "7B"], "give its folder with --model"),
+        (["--calibrate", "/not/there.json", "--model", "."], "--calibrate is /not/there.json, which cannot be written"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--plot", "/not/there.png"], "which cannot be written"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--plot", "a.txt"], "--plot is a.txt; give a file that ends"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--seed", "-1"], "--seed is -1"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--servers", "2"], "--layout says how many servers"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "servers=0"], "--servers is 0; give 1 to 4096"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--crash", "0@nan"], "--crash is '0@nan'"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "eta=0", "--page", "/"], "is not a run directory"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments, message):

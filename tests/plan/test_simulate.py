@@ -190,7 +190,9 @@ def test_impossible_setups_are_refused():
         run(server=ServerCost(step_s=0.0))
 
 
-@pytest.mark.parametrize("text", ["lognormal:3", "normal:1,2", "constant:-1", "uniform:a,b", "", "constant:nan"])
+@pytest.mark.parametrize(
+    "text", ["lognormal:3", "normal:1,2", "constant:-1", "uniform:a,b", "uniform:5,2", "", "constant:nan"]
+)
 def test_malformed_distributions_are_refused(text):
     with pytest.raises(ConfigError, match=r"--lengths is .* write constant:N"):
         Distribution.parse(text, "--lengths")

@@ -140,7 +140,11 @@ def read_attempt(folder: Path, name: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RecordError(f"cannot read {path} of the record ({type(error).__name__}: {error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RecordError(
+            f"cannot read {path} ({reason}): it has the environment of a start of the run. Restore it from a copy, or "
+            "replay steps of another start"
+        ) from error
 
 
 def environment_of(folder: Path, step: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 
 from arealite.api.errors import ConfigError, RecordError
 from arealite.cli.replay import main
+from arealite.utils.config import run_main
 from tests import warm_python
 
 SCRIPT = """
@@ -98,9 +99,27 @@ def test_wrong_arguments_and_runs_without_a_record_are_refused(tmp_path):
         main([str(tmp_path), "--from", "0"])
     with pytest.raises(ConfigError, match="not allowed with"):
         main([str(tmp_path), "--trainer-only", "--rollout-only"])
-    (tmp_path / "config.yaml").write_text("{record: 0, allocation_mode: d1}")
+    (tmp_path / "config.yaml").write_text("{record: 0, allocation_mode: d1, model: {}}")
     with pytest.raises(RecordError, match=r"was not recorded \(record=0\)"):
         main([str(tmp_path)])
-    (tmp_path / "config.yaml").write_text("{record: 1, allocation_mode: d1}")
-    with pytest.raises(RecordError, match="there is no record"):
+    (tmp_path / "config.yaml").write_text("{record: 1, allocation_mode: d1, model: {}}")
+    with pytest.raises(RecordError, match="there is no record") as error:
         main([str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda _: (_ for _ in ()).throw(error.value), [])
+    assert ended.value.code == 2, "1 means that a replay differs"
+
+
+@pytest.mark.parametrize("text", ["", "x: [", "- 1", "record: 256", "{allocation_mode: d1, model: 3}", "\udcca\udcfe"])
+def test_a_damaged_configuration_is_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        main([str(tmp_path)])
+
+
+def test_a_damaged_job_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("{allocation_mode: d1, model: {}}")
+    for text in ("[]", "{", "3"):
+        (tmp_path / "job.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"job\.json cannot be read .*remove it"):
+            main([str(tmp_path)])
