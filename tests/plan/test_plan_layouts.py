@@ -196,6 +196,7 @@ def test_a_layout_is_predicted_in_full(capsys):
 def test_a_sweep_is_a_table_and_a_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "eta.png"
+    (tmp_path / "config.yaml").write_text("{}")
     sweep = ["--layout", "sglang.d2+d2", "--sweep", "eta=0,2"]
     assert command.main([*SMALL, *sweep, "--plot", str(plot), "--page", str(tmp_path)]) == 0
     (saved,) = sweeps(Run(tmp_path, "run"), cast(Any, None))["sweeps"]
