@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
-from arealite.inference.drafts import MAX_SEQUENCES
+from arealite.inference.drafts.lookup import MAX_SEQUENCES
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 

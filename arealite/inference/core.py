@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.cpu.runner import CpuRunner
+from arealite.inference.drafts.planning import DeviceDrafts, Drafts, HostDrafts
 from arealite.inference.fp8 import check_device
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.loading import ModelShape, shape_of
@@ -55,9 +56,9 @@ class EngineCore:
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
-        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len, config.draft_tokens)
+        drafts = self._make_drafts(slots, pool, self.runner.max_in_flight)
+        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len, drafts)
         self.scheduler.settle = self.settle
-        self.scheduler.pauses_drafts = self.runner.max_in_flight > 1
         self.post = Postprocessor(slots, self.shape, tokenizer)
         self.requests: dict[str, Request] = {}
         self.version = 0
@@ -77,6 +78,14 @@ class EngineCore:
         """Connect the runner with the slot table. On CUDA this captures the graphs."""
         assert self.runner is not None
         self.runner.attach(self.scheduler.slots)
+        if isinstance(self.scheduler.drafts, DeviceDrafts):
+            self.scheduler.drafts.costs = self.runner.measure_drafts()
+
+    def _make_drafts(self, slots: SlotTable, pool: BlockPool, max_in_flight: int) -> Drafts:
+        most = self.config.draft_tokens
+        if most and max_in_flight > 1:
+            return DeviceDrafts(slots, pool, most, self.settle, max_in_flight)
+        return HostDrafts(slots, pool, most) if most else Drafts(slots, pool)
 
     @property
     def can_step(self) -> bool:
@@ -96,8 +105,6 @@ class EngineCore:
         if plan:
             self._in_flight.append(self.runner.launch(plan))
             self.scheduler.slots.length[plan.slots] += 1
-            if plan.has_drafts:  # the number of its tokens is known only now
-                self.settle()
         elif not self._in_flight and self.scheduler.has_work:
             raise RuntimeError("requests are waiting, but none can be admitted into an idle engine")
         while self._in_flight and (not plan or len(self._in_flight) >= self.runner.max_in_flight):
@@ -109,14 +116,16 @@ class EngineCore:
             self._collect()
 
     def _collect(self) -> None:
-        result = self._in_flight.popleft()()
+        result, drafts = self._in_flight.popleft()(), self.scheduler.drafts
+        if result is not None:
+            drafts.drafted_tokens += result.num_drafted
         while result is not None:
             self._append(result)
             result = result.following
             if result is not None:
                 # A sequence may have ended with a token before: its slot is free.
                 alive = self.scheduler.slots.ticket[result.slots] == result.tickets
-                self.scheduler.lengthen(result.slots[alive])
+                drafts.lengthen(result.slots[alive])
 
     def _append(self, result: StepResult) -> None:
         for seq in self.post.append(result):
@@ -223,7 +232,7 @@ class EngineCore:
         pool = self.scheduler.pool
         config = replace(self.config, max_total_tokens=pool.num_usable * pool.block_size)
         self.runner = make_runner(self.weights.model, self.shape, config)
-        self.runner.attach(self.scheduler.slots)
+        self.attach()
 
     def active_runner(self) -> Runner:
         """Return the runner; raises `WeightUpdateError` while memory is released."""

@@ -284,7 +284,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters for people and routers. Does not stop the loop."""
-        scheduler, core = self.scheduler, self.core
+        scheduler, core, drafts = self.scheduler, self.core, self.scheduler.drafts
         return {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
@@ -295,9 +295,9 @@ class Engine:
             "cached_tokens": scheduler.cached_tokens,
             "prefix_hit_rate": scheduler.cached_tokens / max(scheduler.prompt_tokens, 1),
             "generated_tokens": core.post.generated_tokens,
-            "drafted_tokens": scheduler.drafted_tokens,
-            "accepted_tokens": scheduler.accepted_tokens,
-            "draft_acceptance_rate": scheduler.accepted_tokens / max(scheduler.drafted_tokens, 1),
+            "drafted_tokens": drafts.drafted_tokens,
+            "accepted_tokens": drafts.accepted_tokens,
+            "draft_acceptance_rate": drafts.accepted_tokens / max(drafts.drafted_tokens, 1),
             "busy_s": self.busy_s,
             "cpu_s": time.process_time() - self._started_cpu_s if self._is_on_cpu else None,
             "step_times": self.step_times.rows(),

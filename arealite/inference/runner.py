@@ -35,6 +35,7 @@ class StepResult:
     top: np.ndarray | None = None
     # The next token of those sequences whose draft was right so far
     following: StepResult | None = None
+    num_drafted: int = 0  # tokens that the device proposed in this step
 
     def take(self, index: np.ndarray) -> StepResult:
         """Return the rows `index`."""
@@ -84,6 +85,10 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def launch(self, plan: StepPlan) -> Step:
         """Start a step."""
+
+    def measure_drafts(self) -> np.ndarray:
+        """Return by which share a step with drafts takes longer, by the number of sequences. If it looks drafts up."""
+        raise NotImplementedError
 
     def stage(self, pairs: Pairs) -> Pairs:
         """Bring new weights to the device. Any thread may call it while steps run."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from arealite.inference.drafts import MAX_PAUSE, MAX_SEQUENCES, look_up
+from arealite.inference.drafts.planning import Drafts
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.sequence import Request, Sequence
 from arealite.inference.slots import SlotTable
@@ -34,7 +34,7 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    has_drafts: bool = False
+    has_drafts: bool = False  # the device looks up a draft for each of `slots`
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or len(self.slots) > 0
@@ -43,18 +43,12 @@ class StepPlan:
 class Scheduler:
     """Waiting requests in order of arrival, running sequences in slots, blocks in the pool."""
 
-    def __init__(
-        self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int, draft_tokens: int = 0
-    ) -> None:
+    def __init__(self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int, drafts: Drafts):
         self.slots = slots
         self.pool = pool
         self.max_prefill_tokens = max_prefill_tokens
         self.max_len = max_len
-        self.draft_tokens = draft_tokens  # most tokens of a draft; 0: no drafts
-        # Steps overlap on a GPU, and a draft must wait for the steps before it: after drafts that gained nothing, the
-        # next ones are tried 1, 3, 7 … steps later.
-        self.pauses_drafts = False
-        self._pause_length = self._pause = self._accepted_before = 0
+        self.drafts = drafts
         self.waiting: deque[Request] = deque()  # requests with samples that have never run
         self.preempted: deque[Sequence] = deque()  # admitted before `waiting`
         self.num_unstarted = 0  # samples of `waiting` that have never run; other threads read it
@@ -67,7 +61,7 @@ class Scheduler:
         """Reset the counters and flush the prefix cache."""
         self.pool.flush()
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafts.reset()
 
     @property
     def num_running(self) -> int:
@@ -89,7 +83,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step; an empty plan if there is nothing to compute."""
         plan = StepPlan()
-        drafts = self.draft_tokens > 0 and self._begin_drafts()
+        self.drafts.begin(self.num_waiting)
         self._grow_decoding()
         budget = self.max_prefill_tokens
         for seq in list(self.prefilling):
@@ -97,69 +91,9 @@ class Scheduler:
         self._admit(plan, budget)
         slots = self.slots
         # The last token of a sequence at its limit is in flight.
-        plan.slots = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
-        slots.num_drafts[plan.slots] = 0
-        if drafts:
-            self._draft(plan.slots)
-            plan.has_drafts = bool(slots.num_drafts[plan.slots].any())
+        decoding = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
+        plan.slots, plan.has_drafts = self.drafts.add(decoding)
         return plan
-
-    def _begin_drafts(self) -> bool:
-        """Whether drafts are tried in this step; then no step is in flight."""
-        slots = self.slots
-        if not 0 < np.count_nonzero(slots.decoding & (slots.length < slots.limit)) <= MAX_SEQUENCES:
-            return False
-        if not self.pauses_drafts:
-            return True
-        if self._pause:
-            self._pause -= 1
-            return False
-        self.settle()
-        gained = self.accepted_tokens > self._accepted_before
-        self._accepted_before = self.accepted_tokens
-        self._pause = self._pause_length = 0 if gained else min(2 * self._pause_length + 1, MAX_PAUSE)
-        return True
-
-    def _draft(self, rows: np.ndarray) -> None:
-        """Write drafts behind the tokens of the slots `rows`, none if those are many. No step is in flight."""
-        slots = self.slots
-        if len(rows) > MAX_SEQUENCES or (self.pauses_drafts and self._needs_extras(rows)):
-            return
-        for slot in rows.tolist():
-            length = int(slots.length[slot])
-            # After a miss one token is tried, after a hit twice as many as were right. The last token of a sequence
-            # needs no draft: every pass samples one more token than the draft has.
-            most = min(self.draft_tokens, 2 * int(slots.draft_hits[slot]) + 1, int(slots.limit[slot]) - length - 1)
-            draft = look_up(slots.tokens[slot, :length], most)
-            draft = draft[: self._make_room(slot, length, len(draft))]
-            if len(draft):
-                slots.tokens[slot, length : length + len(draft)] = draft
-                slots.num_drafts[slot], slots.draft_hits[slot] = len(draft), 0
-                self.drafted_tokens += len(draft)
-
-    def _needs_extras(self, rows: np.ndarray) -> bool:
-        """Whether a sequence of `rows` asks for something that a pass with drafts on CUDA does not compute."""
-        slots = self.slots
-        asked = slots.penalizes[rows] | slots.biased[rows] | slots.wants_raw[rows] | (slots.num_top[rows] > 0)
-        asked |= slots.constrained[rows]
-        return bool((asked | (slots.length[rows] < slots.min_len[rows])).any())
-
-    def _make_room(self, slot: int, length: int, count: int) -> int:
-        """Allocate blocks for the KV of `count` drafted tokens; returns how many fit. Never preempts."""
-        slots, pool = self.slots, self.pool
-        while (room := int(slots.num_blocks[slot]) * pool.block_size - length) < count:
-            if pool.num_free <= self._reserve():
-                return max(room, 0)
-            block = pool.allocate()
-            slots.sequence[slot].blocks.append(block)
-            slots.add_block(slot, block)
-        return count
-
-    def lengthen(self, rows: np.ndarray) -> None:
-        """Count one more token, accepted from its draft, for each of the slots `rows`."""
-        self.slots.length[rows] += 1
-        self.slots.draft_hits[rows] += 1
-        self.accepted_tokens += len(rows)
 
     def _grow_decoding(self) -> None:
         """Allocate the blocks that decoding sequences need next; preempt the youngest if none is free."""

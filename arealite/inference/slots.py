@@ -20,7 +20,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.taken: set[int] = set()  # hold a new sequence
-        self.grown: set[int] = set()  # have one more block
+        self.grown: dict[int, int] = {}  # have more blocks, from this one on
 
 
 class SlotTable:
@@ -120,10 +120,10 @@ class SlotTable:
 
     def add_block(self, slot: int, block: int) -> None:
         """Append a block to the block table of a slot."""
+        if self.journal is not None:
+            self.journal.grown.setdefault(slot, int(self.num_blocks[slot]))
         self.block_table[slot, self.num_blocks[slot]] = block
         self.num_blocks[slot] += 1
-        if self.journal is not None:
-            self.journal.grown.add(slot)
 
     def free(self, slot: int) -> None:
         """Take the sequence out of its slot."""

@@ -10,7 +10,7 @@ import torch
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.drafts import MAX_SEQUENCES, NGRAM, look_up
+from arealite.inference.drafts.lookup import MAX_SEQUENCES, NGRAM, look_up
 from arealite.inference.engine import Engine
 from arealite.inference.runner import StepResult, keep_accepted
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams

@@ -28,6 +28,30 @@ def read_result(
     return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy(), tops)
 
 
+def read_accepted(
+    places: tuple[np.ndarray, np.ndarray], width: int, out: torch.Tensor, event: torch.cuda.Event | None
+) -> StepResult | None:
+    """Wait for a step with drafts (`verify`) of (slots, tickets); returns a chain, one token of a sequence in each.
+
+    `out` has tokens and log-probs, `width` of each sequence, and numbers of kept tokens, first positions and numbers of
+    drafted tokens.
+    """
+    if event is not None:
+        event.synchronize()
+    (slots, tickets), values = places, out.numpy()
+    tokens, logprobs = values[0], values[1].view(np.float32)
+    kept, start, drafted = values[2:, : len(slots)]
+    result = None
+    for i in reversed(range(int(kept.max()))):
+        index = np.flatnonzero(kept > i)
+        at, line = start[index].astype(np.int64) + i, index * width + i
+        rows = slots[index], tickets[index], at, tokens[line], logprobs[line]
+        result = StepResult(*rows, None, following=result)
+    if result is not None:
+        result.num_drafted = int(drafted.sum())
+    return result
+
+
 def likeliest(
     logits: torch.Tensor, temperature: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, count: int
 ) -> torch.Tensor:

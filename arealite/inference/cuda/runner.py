@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.cache import DeviceCache
+from arealite.inference.cuda.changes import send_changes
 from arealite.inference.cuda.extras import SamplingExtras
 from arealite.inference.cuda.fused_model import make_decoder
 from arealite.inference.cuda.graphs import GraphSet, decode_sizes, prefill_sizes
@@ -30,6 +31,7 @@ from arealite.inference.cuda.packing import pack_chunks
 from arealite.inference.cuda.results import likeliest, read_result, to_host
 from arealite.inference.cuda.runs import SHORT_CONTEXT, choose_tuning, is_faster_in_runs, plan_runs
 from arealite.inference.cuda.verify import DraftVerifier
+from arealite.inference.drafts.lookup import MAX_SEQUENCES
 from arealite.inference.fp8 import stage_pairs
 from arealite.inference.loading import ModelShape, choose_cache_dtype
 from arealite.inference.routing import RoutingRecord
@@ -40,6 +42,7 @@ from arealite.inference.vision import check_served, is_served
 from arealite.inference.weights import Pairs
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
+_COST_ON_RANKS = 0.3  # of steps with drafts in tensor parallel (see `Runner.measure_drafts`), not measured
 
 
 class CudaRunner(Runner):
@@ -123,7 +126,12 @@ class CudaRunner(Runner):
             graphs.add(("sample", b), lambda b=b: self._sample(b))
         self.graphs = graphs
         self.verifier = DraftVerifier(self) if self.config.draft_tokens else None
-        self.behind: set[int] = set()  # slots whose last token and position are newer on the host
+
+    def measure_drafts(self) -> np.ndarray:
+        assert self.verifier is not None
+        # All ranks must plan the same steps.
+        alone = self.config.tensor_parallel == 1
+        return self.verifier.measure() if alone else np.full(MAX_SEQUENCES + 1, _COST_ON_RANKS)
 
     def _prefill_pass(self, n: int) -> None:
         ids, batch = self._prefill_batch(n)
@@ -182,7 +190,7 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Step:
         with torch.cuda.stream(self.stream):
-            self._send_changes()
+            send_changes(self)
             for first in range(0, len(plan.chunks), _MAX_CHUNKS):
                 self._prefill(plan.chunks[first : first + _MAX_CHUNKS])
             if plan.copies:
@@ -191,18 +199,14 @@ class CudaRunner(Runner):
                 if self.routing is not None:
                     self.routing.blocks[pairs[1]] = self.routing.blocks[pairs[0]]
             if plan.has_drafts and self.verifier is not None:
-                result = self.verifier.run(plan.slots)
-                self.behind.update(plan.slots.tolist())
-                return lambda: result
+                return self.verifier.launch(plan.slots)
             return self._decode(plan.slots)
 
     def _decode(self, slots: np.ndarray) -> Step:
         if len(slots) == 0:
             return lambda: None
-        if self.behind:
-            behind = np.array([slot for slot in self.behind if self.slots.ticket[slot]], np.int64)
-            self._set_inputs(behind, self.slots.length[behind] - 1)
-            self.behind.clear()
+        if self.verifier is not None:
+            self.verifier.lines.clear()  # the device keeps tokens of steps with drafts only
         places = slots, self.slots.ticket[slots], self.slots.length[slots]
         b = self._send_rows(slots)
         sizes = self._splits(b), self.shape.num_kv_heads, self.shape.head_dim, self.cache_item
@@ -293,56 +297,6 @@ class CudaRunner(Runner):
         sent = self.send(np.stack([slots, self.slots.tokens[slots, at], at]))
         self.last_token[sent[0]] = sent[1].int()
         self.position[sent[0]] = sent[2].int()
-
-    def _send_changes(self) -> None:
-        """Send the changes of the slot table since the last step to the device."""
-        slots, journal = self.slots, self.journal
-        if journal.taken:
-            rows = np.array(sorted(journal.taken))
-            width = int(slots.num_blocks[rows].max())
-            at = slots.length[rows] - 1
-            head = [
-                rows,
-                slots.tokens[rows, at],
-                at,
-                slots.temperature[rows].view(np.int32),
-                slots.seed[rows, 0],
-                slots.seed[rows, 1],
-                slots.top_k[rows],
-                slots.top_p[rows].view(np.int32),
-                slots.min_p[rows].view(np.int32),
-            ]
-            state = np.concatenate([np.stack(head, 1), slots.block_table[rows, :width]], 1)
-            sent = self.send(state.astype(np.int64))
-            at_row = sent[:, 0]
-            self.last_token[at_row] = sent[:, 1].int()
-            self.position[at_row] = sent[:, 2].int()
-            self.temperature.view(torch.int32)[at_row] = sent[:, 3].int()
-            self.seeds[at_row] = sent[:, 4:6]
-            self.top_k[at_row] = sent[:, 6].int()
-            self.top_p.view(torch.int32)[at_row] = sent[:, 7].int()
-            self.min_p.view(torch.int32)[at_row] = sent[:, 8].int()
-            self.table[at_row, :width] = sent[:, 9:].int()
-            self._update_extras(rows)
-            if self.images is not None:
-                self.images.take(rows)
-        grown = [slot for slot in journal.grown if slot not in journal.taken]
-        if grown:
-            rows = np.array(grown)
-            cols = slots.num_blocks[rows] - 1
-            sent = self.send(np.stack([rows, cols, slots.block_table[rows, cols]]))
-            self.table[sent[0], sent[1]] = sent[2].int()
-        journal.taken.clear()
-        journal.grown.clear()
-
-    def _update_extras(self, rows: np.ndarray) -> None:
-        slots = self.slots
-        rows = rows[slots.ticket[rows] > 0]
-        asked = slots.penalizes | slots.biased | slots.wants_raw | (slots.min_len > slots.prompt_len)
-        if self.extras is None and asked[rows].any():
-            self.extras = SamplingExtras(slots, self.shape.vocab_size, self.shape.eos_ids, self.device)
-        if self.extras is not None:
-            self.extras.take(rows)
 
     def send(self, array: np.ndarray) -> torch.Tensor:
         """Copy an array to the device."""
