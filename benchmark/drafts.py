@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.drafts.lookup import MAX_SEQUENCES
+from arealite.inference.drafts.planning import DeviceDrafts
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
@@ -87,6 +88,10 @@ def compare(model: PreTrainedModel, options: Any) -> dict[str, float]:
                 engine.flush_cache().result(60)
                 found.append(measure(engine, jobs))
         rate = engines[1].stats()["draft_acceptance_rate"]
+        planned = engines[1].scheduler.drafts
+        if isinstance(planned, DeviceDrafts):
+            shares = ", ".join(f"{count}: {planned.costs[count]:.2f}" for count in (1, 2, 4, 8))
+            print(f"a step with drafts takes longer by these shares, by the number of sequences: {shares}")
     finally:
         for engine in engines:
             engine.close()

@@ -11,7 +11,7 @@ import torch
 from arealite.api.errors import ConfigError
 
 # Of a measurement: replays in a row, so that the GPU does not wait for the host, and how often; the fastest counts.
-_REPLAYS, _ROUNDS = 4, 2
+_REPLAYS, _ROUNDS = 4, 3
 
 
 class GraphSet:

@@ -153,7 +153,7 @@ class DeviceDrafts(Drafts):
         if gain > self.costs[len(self._decoding())]:
             self._next_pause = WINDOW
             return False
-        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, MAX_PAUSE)
+        self._pause, self._next_pause = self._next_pause - 1, min(2 * self._next_pause, MAX_PAUSE)
         return True
 
     def _asks_more(self, rows: np.ndarray) -> np.ndarray:
