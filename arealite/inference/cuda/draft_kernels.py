@@ -1,7 +1,8 @@
 """Triton kernels of speculative decoding: look up drafts, keep the tokens that agree with them.
 
 The tokens of a sequence stand in one line of `history`. A pass has W lines of tokens for each sequence: its last token
-and W - 1 of a draft. Those that a shorter draft leaves are padding.
+and W - 1 of a draft. Those that a shorter draft leaves are padding, in the slot `dummy`. A sequence that has no token
+in this pass counts one of padding: attention knows no items without tokens.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ def draft_kernel(
     tl.store(token_row_ptr + to, tl.where(used, row, dummy), mask=i < W)
     tl.store(token_pos_ptr + to, tl.where(used, pos + i, 0), mask=i < W)
     tl.store(first_ptr + item, item * W)
-    tl.store(count_ptr + item, count)
+    tl.store(count_ptr + item, tl.maximum(count, 1))
 
 
 @triton.jit
 def accept_kernel(
-    row_ptr, line_ptr, last_token_ptr, position_ptr, history_ptr, history_stride,
-    id_ptr, count_ptr, token_ptr, kept_ptr, start_ptr, drafted_ptr, W: tl.constexpr, WIDTH: tl.constexpr,
+    line_ptr, last_token_ptr, position_ptr, history_ptr, history_stride,
+    id_ptr, token_row_ptr, count_ptr, token_ptr, kept_ptr, start_ptr, drafted_ptr, dummy,
+    W: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Keep sampled tokens up to the first that differs from its draft, and advance. One program per sequence.
 
@@ -66,10 +68,10 @@ def accept_kernel(
     """
     item = tl.program_id(0)
     count = tl.load(count_ptr + item)
+    row = tl.load(token_row_ptr + item * W)
     kept = 0
     start = 0
-    if count > 0:
-        row = tl.load(row_ptr + item)
+    if row != dummy:
         start = tl.load(position_ptr + row) + 1
         i = tl.arange(0, WIDTH)
         token = tl.load(token_ptr + item * W + i, mask=i < count, other=-1)
@@ -81,4 +83,4 @@ def accept_kernel(
         tl.store(position_ptr + row, start + kept - 1)
     tl.store(kept_ptr + item, kept)
     tl.store(start_ptr + item, start)
-    tl.store(drafted_ptr + item, tl.maximum(count - 1, 0))
+    tl.store(drafted_ptr + item, count - 1)

@@ -73,14 +73,14 @@ class DraftVerifier:
     def _accept(self, q: int) -> None:
         runner, width = self.runner, self.widths[q]
         n = q * width
-        (rows, lines), (ids, token_rows, positions) = self.inputs[:, :q], self.tokens[:, :n]
+        ids, token_rows, positions = self.tokens[:, :n]
         cuda_ops.sample(
             self.logits[:n], token_rows, positions, runner.temperature, runner.seeds, self.thresholds[:n],
             self.out[0], self.out.view(torch.float32)[1],
         )  # fmt: skip
         draft_kernels.accept_kernel[(q,)](
-            rows, lines, runner.last_token, runner.position, self.history, self.history.stride(0),
-            ids, self.groups[1], self.out[0], *self.out[2:],
+            self.inputs[1], runner.last_token, runner.position, self.history, self.history.stride(0),
+            ids, token_rows, self.groups[1], self.out[0], *self.out[2:], runner.slots.num_slots,
             W=width, WIDTH=triton.next_power_of_2(width), num_warps=1,
         )  # fmt: skip
 
