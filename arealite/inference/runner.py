@@ -87,7 +87,10 @@ class Runner(abc.ABC):
         """Start a step."""
 
     def measure_drafts(self) -> np.ndarray:
-        """Return by which share a step with drafts takes longer, by the number of sequences. If it looks drafts up."""
+        """Return by which share a step with drafts takes longer, by the number of sequences.
+
+        Only of runners with several steps in flight, which look up drafts themselves.
+        """
         raise NotImplementedError
 
     def stage(self, pairs: Pairs) -> Pairs:
