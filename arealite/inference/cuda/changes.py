@@ -1,4 +1,4 @@
-"""Sends changes of the slot table to the device's copies of it. Used by the CUDA runner before every step."""
+"""Sends changes of the slot table to the copies that the device has of it. Used by the CUDA runner."""
 
 from __future__ import annotations
 

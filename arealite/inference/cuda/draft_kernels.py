@@ -19,9 +19,9 @@ def draft_kernel(
     id_ptr, token_row_ptr, token_pos_ptr, first_ptr, count_ptr, dummy,
     W: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the last token and the draft of a sequence. One program per sequence; as `drafts.lookup.look_up`.
+    """Write the last token and the draft of a sequence. One program per sequence.
 
-    Prefers the longest of the n-grams with 3, 2 and 1 tokens that occurred before, and the latest occurrence of it.
+    As `drafts.lookup.look_up`: prefers the longest of the n-grams with 3, 2 and 1 tokens that occurred before, and the latest occurrence of it.
     """
     item = tl.program_id(0)
     row = tl.load(row_ptr + item)
@@ -62,9 +62,9 @@ def accept_kernel(
     id_ptr, token_row_ptr, count_ptr, token_ptr, kept_ptr, start_ptr, drafted_ptr, dummy,
     W: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Keep sampled tokens up to the first that differs from its draft, and advance. One program per sequence.
+    """Keep sampled tokens up to the first that differs from its draft, and advance.
 
-    Writes the number of kept tokens, the position of the first, and the number of drafted tokens.
+    One program per sequence. Writes the number of kept tokens, the position of the first, and the number of drafted tokens.
     """
     item = tl.program_id(0)
     count = tl.load(count_ptr + item)

@@ -31,9 +31,9 @@ def read_result(
 def read_accepted(
     places: tuple[np.ndarray, np.ndarray], width: int, out: torch.Tensor, event: torch.cuda.Event | None
 ) -> StepResult | None:
-    """Wait for a step with drafts (`verify`) of (slots, tickets); returns a chain, one token of a sequence in each.
+    """Wait for a step with drafts (`verify`) of (slots, tickets); returns a chain of results.
 
-    `out` has tokens and log-probs, `width` of each sequence, and numbers of kept tokens, first positions and numbers of
+    Each has at most one token of a sequence. `out` has tokens and log-probs, `width` of each sequence, and numbers of kept tokens, first positions and numbers of
     drafted tokens.
     """
     if event is not None:

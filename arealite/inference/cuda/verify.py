@@ -1,4 +1,4 @@
-"""Steps with drafts on CUDA: look up drafts, sample behind all their tokens, keep the tokens that agree.
+"""Steps with drafts on CUDA: look up drafts, sample behind their tokens, keep those that agree.
 
 Owned by the CUDA runner. All of it happens on the device, which has the tokens of the sequences, so such steps are
 queued as others are. Attention reads the context of a sequence once for the token and its draft (`runs`), so a step
