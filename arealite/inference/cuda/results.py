@@ -33,8 +33,8 @@ def read_accepted(
 ) -> StepResult | None:
     """Wait for a step with drafts (`verify`) of (slots, tickets); returns a chain of results.
 
-    Each has at most one token of a sequence. `out` has tokens and log-probs, `width` of each sequence, and numbers of kept tokens, first positions and numbers of
-    drafted tokens.
+    Each has at most one token of a sequence. `out` has tokens and log-probs, `width` of each sequence, and numbers of
+    kept tokens, first positions and numbers of drafted tokens.
     """
     if event is not None:
         event.synchronize()

@@ -1,8 +1,9 @@
 """Plans which steps have drafts.
 
-Owned by the scheduler, which calls `begin` and `add` for every step. On CPU a step is known before the next one is planned, so the host looks up a draft for each sequence (`HostDrafts`).
-On CUDA several steps are in flight, and the device looks drafts up (`DeviceDrafts`). There the host learns how many
-tokens a step has made when it collects the step: until then `slots.length` counts one token of each.
+Owned by the scheduler, which calls `begin` and `add` for every step. On CPU the tokens of a step are known before the
+next one is planned, so the host looks up a draft for each sequence (`HostDrafts`). On CUDA several steps are in flight,
+and the device looks drafts up (`DeviceDrafts`). There the host learns how many tokens a step has made when it collects
+the step: until then `slots.length` counts one token of each.
 """
 
 from collections.abc import Callable
