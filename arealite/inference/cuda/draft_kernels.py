@@ -21,7 +21,8 @@ def draft_kernel(
 ):  # fmt: skip
     """Write the last token and the draft of a sequence. One program per sequence.
 
-    As `drafts.lookup.look_up`: prefers the longest of the n-grams with 3, 2 and 1 tokens that occurred before, and the latest occurrence of it.
+    As `drafts.lookup.look_up`: prefers the longest of the n-grams with 3, 2 and 1 tokens that occurred before, and its
+    latest occurrence.
     """
     item = tl.program_id(0)
     row = tl.load(row_ptr + item)
@@ -64,7 +65,7 @@ def accept_kernel(
 ):  # fmt: skip
     """Keep sampled tokens up to the first that differs from its draft, and advance.
 
-    One program per sequence. Writes the number of kept tokens, the position of the first, and the number of drafted tokens.
+    One program per sequence. Writes the numbers of kept and of drafted tokens, and the position of the first.
     """
     item = tl.program_id(0)
     count = tl.load(count_ptr + item)
