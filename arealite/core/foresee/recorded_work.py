@@ -117,14 +117,35 @@ def recorded_work(recording: Recording, speed: Speed) -> RecordedWork:
         times = [step.ready_at, step.ready_at + step.update_s, step.ready_at + step.work_s]
         began, updated, ended = np.interp(times, trained_at, trained).tolist()
         steps.append((updated - began, ended - began))
+    waits = _Waits(recording)
     works = [
         [
-            sweep.works.get((number, index), 0.0) if kind == GENERATE else seconds
+            sweep.works.get((number, index), 0.0) if kind == GENERATE else waits.seconds(episode, kind, seconds)
             for index, (kind, seconds) in enumerate(episode.parts)
         ]
         for number, episode in enumerate(recording.started)
     ]
     return RecordedWork(_finished(recording, works), steps)
+
+
+class _Waits:
+    """Seconds of rewards, tools and other parts that do not generate.
+
+    Those of episodes that ended before the trainer asked for its first batch are not typical: it compiled its model
+    meanwhile, and processes for rewards started. They get what a later one took.
+    """
+
+    def __init__(self, recording: Recording):
+        self._began = recording.steps[0].ready_at - recording.steps[0].waited_s
+        self._later: dict[str, list[float]] = {}
+        for episode in recording.episodes:
+            for kind, seconds in episode.parts if episode.finished_at > self._began else ():
+                self._later.setdefault(kind, []).append(seconds)
+
+    def seconds(self, episode: PlayedEpisode, kind: str, seconds: float) -> float:
+        if episode.finished_at > self._began or kind not in self._later:
+            return seconds
+        return random.Random(episode.number).choice(self._later[kind])
 
 
 def mean_generated(works: RecordedWork, recording: Recording) -> float:
