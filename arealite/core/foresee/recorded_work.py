@@ -19,6 +19,7 @@ from arealite.core.foresee.recording import PlayedEpisode, Recording
 from arealite.utils.step_context import StepContext
 
 GENERATE = "generate"
+_NUM_DRAWN = 8
 
 
 class Speed(Protocol):
@@ -117,35 +118,14 @@ def recorded_work(recording: Recording, speed: Speed) -> RecordedWork:
         times = [step.ready_at, step.ready_at + step.update_s, step.ready_at + step.work_s]
         began, updated, ended = np.interp(times, trained_at, trained).tolist()
         steps.append((updated - began, ended - began))
-    waits = _Waits(recording)
     works = [
         [
-            sweep.works.get((number, index), 0.0) if kind == GENERATE else waits.seconds(episode, kind, seconds)
+            sweep.works.get((number, index), 0.0) if kind == GENERATE else seconds
             for index, (kind, seconds) in enumerate(episode.parts)
         ]
         for number, episode in enumerate(recording.started)
     ]
-    return RecordedWork(_finished(recording, works), steps)
-
-
-class _Waits:
-    """Seconds of rewards, tools and other parts that do not generate.
-
-    Those of episodes that ended before the trainer asked for its first batch are not typical: it compiled its model
-    meanwhile, and processes for rewards started. They get what a later one took.
-    """
-
-    def __init__(self, recording: Recording):
-        self._began = recording.steps[0].ready_at - recording.steps[0].waited_s
-        self._later: dict[str, list[float]] = {}
-        for episode in recording.episodes:
-            for kind, seconds in episode.parts if episode.finished_at > self._began else ():
-                self._later.setdefault(kind, []).append(seconds)
-
-    def seconds(self, episode: PlayedEpisode, kind: str, seconds: float) -> float:
-        if episode.finished_at > self._began or kind not in self._later:
-            return seconds
-        return random.Random(episode.number).choice(self._later[kind])
+    return RecordedWork(_finished(recording, _typical(recording, works)), steps)
 
 
 def mean_generated(works: RecordedWork, recording: Recording) -> float:
@@ -154,20 +134,46 @@ def mean_generated(works: RecordedWork, recording: Recording) -> float:
     return sum(work * work for work in found) / 2 / max(1e-9, sum(found))
 
 
+def _typical(recording: Recording, works: list[list[float]]) -> list[list[float]]:
+    """Give episodes that ended before the trainer asked for its first batch the work of later ones.
+
+    The trainer compiled its model meanwhile and processes for rewards started: all took longer than later. A later
+    episode has the same parts and, of a few that are drawn, the nearest number of tokens.
+    """
+    started, began = recording.started, recording.steps[0].ready_at - recording.steps[0].waited_s
+    later: dict[tuple[str, ...], list[int]] = {}
+    for number, episode in enumerate(started):
+        if episode.finished_at > began and episode.state != "running":
+            later.setdefault(_kinds(episode), []).append(number)
+    result = list(works)
+    for number, episode in enumerate(started):
+        others = later.get(_kinds(episode), ())
+        if episode.finished_at <= began and others:
+            drawn = random.Random(episode.number).choices(others, k=_NUM_DRAWN)
+            like = min(drawn, key=lambda other: abs(started[other].tokens - episode.tokens))
+            result[number] = list(works[like])
+    return result
+
+
+def _kinds(episode: PlayedEpisode) -> tuple[str, ...]:
+    return tuple(kind for kind, _ in episode.parts)
+
+
 def _finished(recording: Recording, works: list[list[float]]) -> list[list[float]]:
     """Give episodes that still ran at the end the work of a longer one.
 
     Those with most work get theirs first, so that others may get it, too: long episodes are seldom among those that
     ended (the estimate of Kaplan and Meier).
     """
-    rows = list(zip(recording.started, works, strict=True))
+    started = recording.started
+    rows = list(zip(started, works, strict=True))
     known = sorted(sum(_generated(e, work)) for e, work in rows if e.state != "running")
-    running = [number for number, episode in enumerate(recording.started) if episode.state == "running"]
+    running = [number for number, episode in enumerate(started) if episode.state == "running"]
     for number in sorted(running, key=lambda number: -sum(works[number])):
         work = sum(works[number])
         longer = known[bisect_right(known, work) :]
         if longer:
-            work = random.Random(recording.started[number].number).choice(longer)
+            work = random.Random(started[number].number).choice(longer)
             works[number] = [work]
         insort(known, work)
     return works
