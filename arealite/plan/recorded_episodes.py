@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from arealite.core.foresee.recording import PlayedEpisode, Recording
 from arealite.core.foresee.rerun import Simulation
+from arealite.core.foresee.speed import fit_speed
 from arealite.plan.workload import EpisodeShape
 
 # Servers count this much more than trajectories have before other generation is assumed.
@@ -38,10 +39,11 @@ class _Lengths(NamedTuple):
 def in_steps(recording: Recording) -> list[PlayedEpisode]:
     """Return all started episodes with the steps of their server instead of the seconds of generations.
 
-    A step of a full server takes longer. If the speed of servers is not known, seconds stay.
+    A step of a full server takes longer. If the speed of servers is not known, seconds stay. Modelled servers answer
+    at once: the latency of answers counts as steps.
     """
-    found = []
-    for episode, works in zip(recording.started, Simulation(recording).works.episodes, strict=True):
+    found, simulation = [], Simulation(recording, fit_speed(recording, latency_s=0.0))
+    for episode, works in zip(recording.started, simulation.works.episodes, strict=True):
         kinds = [kind for kind, _ in episode.parts]
         found.append(episode._replace(parts=tuple(zip(kinds, works, strict=True))))
     return found

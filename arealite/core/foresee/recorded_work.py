@@ -34,6 +34,9 @@ class Speed(Protocol):
     @property
     def most(self) -> float: ...
 
+    @property
+    def latency_s(self) -> float: ...
+
     def at(self, num_episodes: float, is_busy: bool, context: StepContext) -> float: ...
 
     def shares(self, loads: list[float], rates: list[float], is_busy: bool) -> Speeds: ...
@@ -51,16 +54,20 @@ class _Change(NamedTuple):
 
 
 class Timeline:
-    """Beginnings and ends of generations and of the trainer's work, in order."""
+    """Beginnings and ends of generations and of the trainer's work, in order.
 
-    def __init__(self, recording: Recording):
+    Generations end `latency_s` earlier than their callers know.
+    """
+
+    def __init__(self, recording: Recording, latency_s: float = 0.0):
         self.recording = recording
         changes = []
         for number, episode in enumerate(recording.started):
             at = episode.finished_at - sum(seconds for _, seconds in episode.parts)
             for index, (kind, seconds) in enumerate(episode.parts):
                 if kind == GENERATE and seconds > 0:
-                    changes += [_Change(at, 1, (number, index)), _Change(at + seconds, 0, (number, index))]
+                    end = at + max(seconds / 2, seconds - latency_s)
+                    changes += [_Change(at, 1, (number, index)), _Change(end, 0, (number, index))]
                 at += seconds
         self.num_generations = len(changes) // 2
         for step in recording.steps:
@@ -79,6 +86,18 @@ class Timeline:
     def running_s(self, most: float) -> float:
         """Return the seconds of all generating episodes, of which at most `most` run at once."""
         return float(np.minimum(self._running[:-1], most) @ np.diff(self._times))
+
+    def latency_s(self) -> float:
+        """Return the seconds between the last token of a generation and its end for the caller.
+
+        Known if the server was idle before every batch: for these seconds episodes seemed to generate, but it did not.
+        """
+        recording = self.recording
+        num_starts = int(np.count_nonzero((self._running[1:] > 0) & (self._running[:-1] == 0))) + 1
+        steps_s, active_s = sum(row.seconds for row in recording.server_use.steps), self.running_s(1.0)
+        if recording.settings.servers > 1 or num_starts < len(recording.steps) or not 0 < steps_s < active_s:
+            return 0.0
+        return (active_s - steps_s) / num_starts * len(recording.started) / self.num_generations
 
     def overlap(self) -> float:
         """Return the share of the servers' time in which the trainer worked."""
@@ -105,7 +124,7 @@ class RecordedWork(NamedTuple):
 
 def recorded_work(recording: Recording, speed: Speed) -> RecordedWork:
     """Measure all recorded work."""
-    timeline = Timeline(recording)
+    timeline = Timeline(recording, speed.latency_s)
     sweep = _Sweep(speed, recording.settings.servers, timeline.changes[0].time)
     trained_at, trained = [], []
     for change in timeline.changes:

@@ -234,11 +234,15 @@ class _Run:
         if index == len(works):
             return self._end_episode(row, episode.state)
         kind, work = episode.parts[index][0], works[index]
+
+        def follow() -> None:
+            self._begin_part(row, index + 1)
+
         if kind == GENERATE:
             server = min(self.servers, key=lambda each: len(each.jobs) + len(each.waiting))
-            self._add_job(server, work, lambda: self._begin_part(row, index + 1))
+            self._add_job(server, work, lambda: self._later(self.speed.latency_s, follow))
         else:
-            self._later(work / self.factor(kind), lambda: self._begin_part(row, index + 1))
+            self._later(work / self.factor(kind), follow)
 
     def _end_episode(self, row: int, state: str) -> None:
         del self.running[row]

@@ -43,6 +43,8 @@ class GenerationSpeed(NamedTuple):
     most: float = float("inf")
     # Tokens of a sequence before its generation begins: its prompt, and earlier turns.
     start_tokens: float = 0.0
+    # Seconds between the last token of a generation and its end for the caller.
+    latency_s: float = 0.0
 
     def at(self, num_episodes: float, is_busy: bool, context: StepContext = NO_CONTEXT) -> float:
         """Return the units of work per second of one episode on a server, before cores are shared."""
@@ -63,13 +65,14 @@ class GenerationSpeed(NamedTuple):
         return self.shared.speeds(sum(load > 0 for load in loads), tokens_per_s, is_busy)
 
 
-def fit_speed(recording: Recording) -> GenerationSpeed:
-    """Fit the speed to the servers' own counters."""
-    timeline = Timeline(recording)
-    samples = _samples_at_once(recording, timeline)
+def fit_speed(recording: Recording, latency_s: float | None = None) -> GenerationSpeed:
+    """Fit the speed to the servers' own counters. `latency_s` None: fitted, too."""
     curve, shared = fit_devices(recording)
     if curve is None or (shared is None and recording.server_use.cpu_s is not None):
-        return _fit_to_rates(recording, samples)
+        return _fit_to_rates(recording, _samples_at_once(recording, Timeline(recording)))
+    latency_s = Timeline(recording).latency_s() if latency_s is None else latency_s
+    timeline = Timeline(recording, latency_s)
+    samples = _samples_at_once(recording, timeline)
     prompts = sum(row.prompt_tokens for row in recording.server_use.steps) / max(1, timeline.num_generations)
     most = max(1.0, (recording.max_running or float("inf")) / samples)
     return GenerationSpeed(
@@ -80,6 +83,7 @@ def fit_speed(recording: Recording) -> GenerationSpeed:
         prompt_s=prompts * curve.prompt_s,
         pass_s=curve.pass_s,
         most=most,
+        latency_s=latency_s,
     )
 
 

@@ -62,6 +62,16 @@ def test_each_run_predicts_the_others(name):
     assert all(abs(ratio - 1) < 0.1 for ratio in ratios.values()), ratios
 
 
+def test_answers_arrive_later_than_their_last_token():
+    world = replace(GPU, latency_s=0.15)
+    runs = {eta: WhatIf(record(world, eta, 12)) for eta in (0, 1, 4)}
+    assert runs[0].simulation.speed.latency_s == pytest.approx(0.15, abs=0.02)
+    ratios = [ask(runs[0], eta) / runs[eta].recorded_step_s for eta in runs]
+    assert all(abs(ratio - 1) < 0.1 for ratio in ratios), ratios
+    # A server that is never idle does not show it.
+    assert runs[4].simulation.speed.latency_s == 0
+
+
 def test_without_a_trial_the_loads_of_a_synchronous_run_are_not_known():
     world = replace(CPU, batch=64, length=(20.0, 1.2, 400))
     synchronous = WhatIf(record(world, 0, 12)).recorded_step_s
@@ -166,6 +176,21 @@ def test_unfinished_episodes_get_the_work_of_longer_ones():
     works = [sum(work) for work in recorded_work(recording, GenerationSpeed()).episodes]
     assert works[:9] == pytest.approx([float(i) for i in range(1, 10)])
     assert works[9] > 2 and works[10] > 8 and works[11] == pytest.approx(20.0)
+
+
+def test_what_ran_while_the_trainer_started_gets_the_work_of_later_episodes():
+    def episode(number, end, tokens, seconds, reward_s, *more):
+        parts = (("generate", seconds), ("reward", reward_s), *more)
+        return PlayedEpisode(number, "trained", 0, None, 1, tokens, end - seconds - reward_s, end, parts)
+
+    early = [episode(0, 5.0, 100, 3.0, 2.0), episode(1, 5.0, 20, 2.0, 1.0), episode(2, 5.0, 20, 2.0, 1.0, ("tool", 1.0))]
+    later = [episode(number, 20.0, tokens, tokens / 100, 0.1) for number, tokens in enumerate([100, 20, 30, 90] * 8, 3)]
+    steps = [PlayedStep(i, 12.0 + i, 1.0, 0.0, 0.0) for i in range(2)]
+    recording = Recording(Settings(4), steps, [*early, *later])
+    works = recorded_work(recording, GenerationSpeed()).episodes
+    assert works[0] == pytest.approx([0.95, 0.1], abs=0.06) and works[1] == pytest.approx([0.25, 0.1], abs=0.06)
+    assert works[2] == pytest.approx([2.0, 1.0, 1.0]), "no later episode has the same parts"
+    assert works[3] == pytest.approx([1.0, 0.1])
 
 
 def make_recording_of(ended, running):

@@ -46,6 +46,8 @@ class World:
     # For each token of the running sequences, and for each by which their lengths deviate.
     context_s: float = 0.0
     spread_s: float = 0.0
+    # From the last token of a group until its episode has it.
+    latency_s: float = 0.0
 
     def seconds(self, load: int, context: StepContext = NO_CONTEXT) -> float:
         return self._of_load(load) + self.context_s * context.tokens + self.spread_s * context.spread
@@ -129,7 +131,7 @@ class _TokenRun(_Run):
             [[world.lengths(row)] for row in range(num_rows)],
             [(world.train_s, world.train_s + world.update_s)] * num_steps,
         )
-        speed = SimpleNamespace(most=math.inf, prompt_s=0.0, pass_s=0.0)
+        speed = SimpleNamespace(most=math.inf, prompt_s=0.0, pass_s=0.0, latency_s=0.0)
         made = SimpleNamespace(recording=Recording(settings, steps, rows), works=works, speed=speed)
         super().__init__(made, Scenario(settings))  # type: ignore[arg-type]
         self.world = world
@@ -167,7 +169,7 @@ class _TokenRun(_Run):
         station.advance(self.now)
         ended = station.end_step(self.now - self.step_began[station])
         for action in ended:
-            action()
+            self._later(self.world.latency_s, action) if self.world.latency_s else action()
         self._admit()
         station.start_step()
         self.step_began[station] = self.now
