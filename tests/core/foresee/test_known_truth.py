@@ -183,7 +183,11 @@ def test_what_ran_while_the_trainer_started_gets_the_work_of_later_episodes():
         parts = (("generate", seconds), ("reward", reward_s), *more)
         return PlayedEpisode(number, "trained", 0, None, 1, tokens, end - seconds - reward_s, end, parts)
 
-    early = [episode(0, 5.0, 100, 3.0, 2.0), episode(1, 5.0, 20, 2.0, 1.0), episode(2, 5.0, 20, 2.0, 1.0, ("tool", 1.0))]
+    early = [
+        episode(0, 5.0, 100, 3.0, 2.0),
+        episode(1, 5.0, 20, 2.0, 1.0),
+        episode(2, 5.0, 20, 2.0, 1.0, ("tool", 1.0)),
+    ]
     later = [episode(number, 20.0, tokens, tokens / 100, 0.1) for number, tokens in enumerate([100, 20, 30, 90] * 8, 3)]
     steps = [PlayedStep(i, 12.0 + i, 1.0, 0.0, 0.0) for i in range(2)]
     recording = Recording(Settings(4), steps, [*early, *later])
