@@ -29,7 +29,7 @@ from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.device import choose_device
 from arealite.engine.fsdp.expert_parallel import apply_expert_parallel
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
-from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, early_tokens, plan_memory
+from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, early_tokens, explains_out_of_memory, plan_memory
 from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, make_micro_batches
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.optimizer import clip_gradients, lr_share, make_optimizer, scale_grads
@@ -267,6 +267,7 @@ class FSDPEngine(TrainEngine):
         micro_batches = self._micro_batches(batch)
         return self.reduce_stats(self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=False))
 
+    @explains_out_of_memory
     def _compute_loss(
         self, micro_batches: list[MicroBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, backward: bool
     ) -> dict[str, Stat]:
@@ -291,6 +292,7 @@ class FSDPEngine(TrainEngine):
             scale_grads([p for p in self.model.parameters() if p.requires_grad], 1.0 / weight)
         return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
 
+    @explains_out_of_memory
     def forward(self, batch: Batch) -> Batch:
         """Implement `TrainEngine.forward`; tokens outside `loss_mask` have log-prob 0 too."""
         # Compiled layers need a graph for training and another for evaluation; without dropout the first serves both.

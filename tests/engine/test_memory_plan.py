@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
-from arealite.engine.fsdp.memory import plan_memory
+from arealite.api.errors import TrainingError
+from arealite.engine.fsdp.memory import explains_out_of_memory, plan_memory
 from arealite.utils.memory.estimate import MemoryPlan, choose_sizes
 from arealite.utils.memory.model_size import ModelSize
 
@@ -75,3 +76,29 @@ def test_a_frozen_model_keeps_no_activations(half_billion):
 
 def test_sizes_on_cpu_do_not_depend_on_memory(model):
     assert plan_memory(model, config(), "cpu") == MemoryPlan(16384, False, 1024)
+
+
+def test_beside_a_server_less_is_planned(model, half_billion, monkeypatch):
+    """What the allocator may not take, for the copy of the weights and for the server, is not planned either."""
+    free = 40 * GB
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GB)
+
+    def planned(used_by_others: float, free: float) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free + used_by_others + 2 * GB))
+        return plan_memory(model, config(), "cuda").max_tokens_per_mb
+
+    room = 2 * GB + 2 * half_billion.parameters
+    assert planned(60 * GB, free) == planned(1 * GB, free - room) < planned(1 * GB, free)
+
+
+def test_out_of_memory_says_what_to_set():
+    class Engine:
+        memory = MemoryPlan(20480, False, 4096)
+
+        @explains_out_of_memory
+        def run(self, size: str) -> None:
+            raise torch.OutOfMemoryError(f"Tried to allocate {size}")
+
+    with pytest.raises(TrainingError, match=r"20,480 tokens.*gradient_checkpointing=true or max_tokens_per_mb=10240"):
+        Engine().run("2 GiB")

@@ -5,13 +5,17 @@ arrives. What a config sets is kept. The formulas are in `arealite.utils.memory.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import TrainingError
 from arealite.engine.fsdp.low_bit import num_weights
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import local
@@ -45,7 +49,7 @@ def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, 
     """
     if device != "cuda":
         return cpu_sizes(config)
-    free, _ = torch.cuda.mem_get_info()
+    free = torch.cuda.mem_get_info()[0] - _room_for_servers(2.0 * num_weights(model))
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     sizes = [(local(p).numel(), p.requires_grad, p.numel()) for p in model.parameters()]
     trained = sum(own for own, is_trained, _ in sizes if is_trained)
@@ -81,17 +85,42 @@ def apply_plan(module: PackedModel | PipelinedModel, plan: MemoryPlan) -> Memory
     return plan
 
 
-def _leave_room(published: float) -> None:
-    """Limit torch's allocator on a GPU that servers use, too.
+def explains_out_of_memory(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of an engine that runs passes: what to set if the memory of the GPU does not suffice."""
 
-    Memory that the allocator keeps for reuse is lost to them. `published` bytes are those of the copy that servers
-    read; it is made outside of torch's allocator.
+    @wraps(method)
+    def explained(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(engine, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            plan: MemoryPlan = engine.memory
+            cheaper = "" if plan.gradient_checkpointing else "gradient_checkpointing=true or "
+            raise TrainingError(
+                f"the memory of the GPU does not suffice for micro-batches of {plan.max_tokens_per_mb:,} tokens. Set "
+                f"{cheaper}max_tokens_per_mb={plan.max_tokens_per_mb // 2} of this model, or lower server.mem_fraction "
+                f"if a server shares the GPU (docs/performance.md, Out of memory). torch says: {error}"
+            ) from error
+
+    return explained
+
+
+def _leave_room(published: float) -> None:
+    """Limit torch's allocator on a GPU that servers use, too: memory that it keeps for reuse is lost to them."""
+    room = _room_for_servers(published)
+    if room:
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + free - room) / total)
+
+
+def _room_for_servers(published: float) -> float:
+    """Return the bytes that servers on this GPU need, or 0 if there are none.
+
+    `published` bytes are those of the copy that servers read; it is made outside of torch's allocator.
     """
     free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved()
-    if total - free - own > _OTHERS:
-        room = min(_ROOM + published, _MOST_ROOM * free)
-        torch.cuda.set_per_process_memory_fraction((own + free - room) / total)
+    if total - free - torch.cuda.memory_reserved() <= _OTHERS:
+        return 0.0
+    return min(_ROOM + published, _MOST_ROOM * free)
 
 
 def _smallest_of_ranks(value: float) -> float:
