@@ -70,6 +70,35 @@ def test_experts_compute_what_those_of_transformers_do(num_tokens, is_part):
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("kind", "normalized"), [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", True)])
+@pytest.mark.parametrize("num_chosen", [1, 2, 4])
+def test_routers_choose_what_those_of_transformers_do(kind, normalized, num_chosen):
+    experts_of = pytest.importorskip("arealite.inference.cuda.experts")
+    router = expert_blocks(make(kind, num_chosen))[-1].router
+    if kind == "qwen3_moe":
+        router.norm_topk_prob = normalized
+    # Logits of one number each, without ties.
+    torch.nn.init.zeros_(router.weight)
+    router.weight.data.fill_diagonal_(1.0)
+    count = router.weight.shape[0]
+    hidden = torch.zeros(70, router.hidden_dim)
+    for row in hidden:
+        row[:count] = torch.randperm(count) / 4 - 0.5
+    hidden = hidden.to(DEVICE, DTYPE)
+    with torch.no_grad():
+        expected, found = router(hidden), experts_of.choose_experts(router, hidden)
+    for theirs, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_of_equal_logits_the_first_experts_are_chosen():
+    experts_of = pytest.importorskip("arealite.inference.cuda.experts")
+    router = expert_blocks(make("mixtral"))[0].router
+    hidden = torch.zeros(3, router.hidden_dim, device=DEVICE, dtype=DTYPE)
+    _, shares, index = experts_of.choose_experts(router, hidden)
+    assert index.tolist() == [[0, 1]] * 3 and shares.tolist() == [[0.5, 0.5]] * 3
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_mixture_is_served_with_the_log_probs_of_transformers(kind, monkeypatch):
     cuda_runner = pytest.importorskip("arealite.inference.cuda.runner")

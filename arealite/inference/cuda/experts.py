@@ -1,7 +1,8 @@
 """Experts of mixtures on CUDA: a few Triton kernels where transformers launches some twenty.
 
 The modules of transformers stay as they are and call `forward_grouped` through the interface that it has for experts.
-Weights are in half precision or in FP8 (`experts.fp8_experts`).
+Routers that take the largest of a softmax get `choose_experts` as their forward. Weights are in half precision or in
+FP8 (`experts.fp8_experts`).
 
 Legend: see `group_kernels`.
 """
@@ -9,9 +10,11 @@ Legend: see `group_kernels`.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -26,12 +29,21 @@ from arealite.utils.routing import expert_blocks
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 kernels: Any = _kernels
 IMPLEMENTATION = "arealite_grouped"
+# Routers that choose by a softmax over all experts, and the type of their shares if it is not that of the logits.
+_SOFTMAX_ROUTERS = {
+    "Qwen3MoeTopKRouter": None,
+    "Qwen2MoeTopKRouter": None,
+    "OlmoeTopKRouter": None,
+    "MixtralTopKRouter": torch.float32,
+}
 
 
 def use_grouped_kernels(model: PreTrainedModel) -> None:
-    """Let layers with experts call `forward_grouped`, if it computes experts of their kind."""
+    """Let layers with experts call `choose_experts` and `forward_grouped`, where these compute the same."""
     for block in expert_blocks(model):
-        experts = block.experts
+        experts, router = block.experts, block.router
+        if type(router).__name__ in _SOFTMAX_ROUTERS:
+            router.forward = partial(choose_experts, router)
         is_plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed
         is_plain &= not (experts.has_bias or getattr(experts, "has_post_expert_norm", False))
         is_half = experts.down_proj.dtype in (torch.bfloat16, torch.float16)
@@ -39,6 +51,19 @@ def use_grouped_kernels(model: PreTrainedModel) -> None:
             # A config of its own: that of the model is used to load others too.
             experts.config = copy.copy(experts.config)
             experts.config._experts_implementation_internal = IMPLEMENTATION
+
+
+def choose_experts(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits of a router [T, E], and the shares and indices of each token's experts [T, K]."""
+    logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    num_tokens, num_experts = logits.shape
+    index = torch.empty(num_tokens, router.top_k, dtype=torch.int64, device=logits.device)
+    shares = torch.empty_like(index, dtype=_SOFTMAX_ROUTERS[type(router).__name__] or logits.dtype)
+    kernels.choose_experts_kernel[(num_tokens,)](
+        logits, index, shares, num_experts, router.top_k, NORMALIZED=getattr(router, "norm_topk_prob", True),
+        EXPERTS=triton.next_power_of_2(num_experts), num_warps=1,
+    )  # fmt: skip
+    return logits, shares, index
 
 
 def forward_grouped(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of mixtures of experts: tokens grouped by expert, products of each group.
+"""Triton kernels of mixtures of experts: choice of experts, tokens grouped by expert, products of each group.
 
 They round where the functions of transformers do, so that engine and trainer compute the same up to the order of sums.
 
@@ -12,6 +12,35 @@ import triton
 import triton.language as tl
 
 from arealite.inference.cuda.kernels import times
+
+
+@triton.jit
+def choose_experts_kernel(
+    logits_ptr, index_ptr, share_ptr, num_experts, top_k, NORMALIZED: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
+    """Choose the `top_k` experts of a token by softmax(logits), the largest share first. One program per token.
+
+    `logits` [T, E]; `index` and `share` [T, K]. With NORMALIZED the shares add up to 1. Of equal logits the first
+    experts are chosen.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, EXPERTS)
+    logits = tl.load(logits_ptr + token * num_experts + each, mask=each < num_experts, other=-float("inf"))
+    wide = logits.to(tl.float32)
+    left = tl.exp(wide - tl.max(wide, 0))
+    total = tl.sum(left, 0)
+    left = tl.where(each < num_experts, left, -1.0)
+    if NORMALIZED:
+        rest, total = left, 0.0
+        for _ in range(top_k):
+            largest, expert = tl.max(rest, 0, return_indices=True)
+            total += largest
+            rest = tl.where(each == expert, -1.0, rest)
+    for place in range(top_k):
+        largest, expert = tl.max(left, 0, return_indices=True)
+        left = tl.where(each == expert, -1.0, left)
+        tl.store(index_ptr + token * top_k + place, expert)
+        tl.store(share_ptr + token * top_k + place, largest / total)
 
 
 @triton.jit
