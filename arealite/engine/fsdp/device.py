@@ -1,4 +1,4 @@
-"""The device that a model trains on, its allocator, and whether its kernels repeat their results bit for bit."""
+"""The device that a model trains on, its allocator, and whether its kernels repeat their results."""
 
 import os
 

@@ -86,7 +86,7 @@ def apply_plan(module: PackedModel | PipelinedModel, plan: MemoryPlan) -> Memory
 
 
 def explains_out_of_memory(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of an engine that runs passes: what to set if the memory of the GPU does not suffice."""
+    """Decorate a method of an engine: if the memory of the GPU ends, an error says what to set."""
 
     @wraps(method)
     def explained(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def explains_out_of_memory(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_room(published: float) -> None:
-    """Limit torch's allocator on a GPU that servers use, too: memory that it keeps for reuse is lost to them."""
+    """Limit torch's allocator on a GPU with servers: memory that it keeps for reuse is lost to them."""
     room = _room_for_servers(published)
     if room:
         free, total = torch.cuda.mem_get_info()

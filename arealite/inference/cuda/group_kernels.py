@@ -1,4 +1,4 @@
-"""Triton kernels of mixtures of experts: choice of experts, tokens grouped by expert, products of each group.
+"""Triton kernels of mixtures of experts: choice, tokens grouped by expert, products of each group.
 
 They round where the functions of transformers do, so that engine and trainer compute the same up to the order of sums.
 
@@ -18,7 +18,7 @@ from arealite.inference.cuda.kernels import times
 def choose_experts_kernel(
     logits_ptr, index_ptr, share_ptr, num_experts, top_k, NORMALIZED: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
-    """Choose the `top_k` experts of a token by softmax(logits), the largest share first. One program per token.
+    """Choose the experts of a token by softmax(logits), the largest share first. One program per token.
 
     `logits` [T, E]; `index` and `share` [T, K]. With NORMALIZED the shares add up to 1. Of equal logits the first
     experts are chosen.
