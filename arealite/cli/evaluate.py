@@ -55,11 +55,11 @@ def main(argv: list[str]) -> int:
         "evaluate",
         __doc__,
         "arealite evaluate runs/gsm8k/trial0",
-        "arealite evaluate runs/gsm8k/trial0 --once eval_gconfig.n_samples=8",
+        "arealite evaluate runs/gsm8k/trial0 --once eval_gconfig.n_samples=8 eval_gconfig.temperature=0.6",
     )
     parser.add_argument("run_dir", help="the run directory, such as runs/gsm8k-grpo/trial0")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="such as eval_gconfig.n_samples=8"
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as eval_gconfig.max_new_tokens=1024"
     )
     parser.add_argument("--once", action="store_true", help="evaluate the checkpoints that there are, and end")
     options = parser.parse_intermixed_args(argv)

@@ -6,7 +6,6 @@ combination (`config.check()`) raise `ConfigError` before anything starts. `run_
 """
 
 import dataclasses
-import difflib
 import logging
 import os
 import re
@@ -22,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from arealite.api.backends import KEY_REFERENCE
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError, RecordError
-from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_text, type_name
+from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_key, nearest_text, type_name
 from arealite.utils.config_schema import schema_of
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.startup import prepare_process
@@ -334,7 +333,7 @@ def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") ->
     for key in map(str, values):
         path = f"{prefix}{key}"
         if key not in kinds:
-            raise ConfigError(f"unknown key {path!r} in {source}: {_nearest(key, cls, prefix)}")
+            raise ConfigError(f"unknown key {path!r} in {source}: {nearest_key(key, cls, prefix)}")
         child, named, node = dataclass_of(kinds[key]), named_sections(kinds[key]), values._get_node(key)
         expected = {list: ListConfig, dict: DictConfig}.get(typing.get_origin(without_null(kinds[key])))
         if expected is not None and isinstance(node, DictConfig | ListConfig) and not isinstance(node, expected):
@@ -355,16 +354,6 @@ def _check_section(values: DictConfig, key: str, cls: type, source: str, path: s
         inside = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(cls))
         raise ConfigError(f"{path} in {source} is a section, not one value: set {inside}")
     _check_keys(node, cls, source, f"{path}.")
-
-
-def _nearest(key: str, cls: type, prefix: str) -> str:
-    siblings = [field.name for field in dataclasses.fields(cls)]
-    near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
-    # The key may have been written one level too high: search for its name in nested sections.
-    nested = [each.path for each in keys_of(cls, prefix)] if not near else []
-    name = next(iter(difflib.get_close_matches(key, {path.rsplit(".", 1)[-1] for path in nested}, n=1, cutoff=0.8)), "")
-    near = near or [path for path in nested if path.rsplit(".", 1)[-1] == name][:3]
-    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
 
 
 def bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:

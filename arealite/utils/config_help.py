@@ -11,6 +11,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from arealite.api.config_field import MISSING
@@ -126,6 +127,19 @@ def nearest_text(name: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     """Return "did you mean …?" with the nearest of the known names; empty if none is near."""
     near = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest_key(key: str, cls: type, prefix: str) -> str:
+    """Return which key of a section, or of the sections inside it, was probably meant; else those that there are."""
+    siblings = [field.name for field in dataclasses.fields(cls)]
+    near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
+    # The key may have been written some levels too high: search for its name in nested sections, and for theirs.
+    paths = [each.path for each in keys_of(cls, prefix)] if not near else []
+    nested = dict.fromkeys(part for path in paths for part in accumulate(path.split("."), "{}.{}".format))
+    names = {path.rsplit(".", 1)[-1] for path in nested}
+    name = next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.8)), "")
+    near = near or [path for path in nested if path.rsplit(".", 1)[-1] == name][:3]
+    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
 
 
 def type_name(kind: Any) -> str:

@@ -113,6 +113,7 @@ def test_free_form_sections_take_any_key():
         ),
         ("actor.optimizer.lrr=1", "did you mean actor.optimizer.lr?"),
         ("max_new_tokens=5", "did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens?"),
+        ("optimizer.lr=1", "did you mean actor.optimizer or critic.optimizer"),
         ("nonsense=5", "known here: experiment_name"),
         ("actor.optimizer.lr=fast", "actor.optimizer.lr in override 'actor.optimizer.lr=fast' (expected float | null)"),
         ("gconfig.n_samples=1.5", "(expected int)"),
