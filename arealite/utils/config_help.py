@@ -130,7 +130,7 @@ def nearest_text(name: str, known: Sequence[str], cutoff: float = 0.6) -> str:
 
 
 def nearest_key(key: str, cls: type, prefix: str) -> str:
-    """Return which key of a section, or of the sections inside it, was probably meant; else those that there are."""
+    """Return which key of a section, or inside it, was probably meant; else all keys of the section."""
     siblings = [field.name for field in dataclasses.fields(cls)]
     near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
     # The key may have been written some levels too high: search for its name in nested sections, and for theirs.
