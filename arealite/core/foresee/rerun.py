@@ -240,7 +240,8 @@ class _Run:
 
         if kind == GENERATE:
             server = min(self.servers, key=lambda each: len(each.jobs) + len(each.waiting))
-            self._add_job(server, work, lambda: self._later(self.speed.latency_s, follow))
+            latency_s = self.speed.latency_s
+            self._add_job(server, work, (lambda: self._later(latency_s, follow)) if latency_s else follow)
         else:
             self._later(work / self.factor(kind), follow)
 
