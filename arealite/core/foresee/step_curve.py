@@ -7,7 +7,7 @@ the same length. Attention to sequences of different lengths takes longer, above
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,15 +111,30 @@ def _length_costs(use: ServerUse) -> tuple[float, float]:
         base = short.setdefault(step.load, step)
         if step.seconds - base.seconds > _NOTICEABLE * base.seconds:
             context_s = (step.seconds - base.seconds) / (step.context - base.context)
+    mixed = sorted(step for step in steps if 4 * step.spread > step.context and step.load in short)
+    context_s = context_s or _context_s_of_mixed(mixed, short)
     # What steps of different lengths take beyond that.
     spread_s = 0.0
-    for step in sorted(step for step in steps if 4 * step.spread > step.context and step.load in short):
+    for step in mixed:
         base = short[step.load]
         extra_s = step.seconds - base.seconds - context_s * (step.context - base.context)
         spread_s = extra_s / step.spread if extra_s > _NOTICEABLE * base.seconds else 0.0
     # On CPU sequences are padded, by about as many tokens as their lengths deviate, and padding costs what tokens cost.
     # What few sequences take beyond that are calls of attention, whose number does not grow with the load.
     return context_s, spread_s if use.cpu_s is None else min(spread_s, context_s)
+
+
+def _context_s_of_mixed(mixed: Sequence[_Step], short: Mapping[float, _Step]) -> float:
+    """Return the cost of a token of context if long sequences seemed to cost nothing.
+
+    Sequences of different lengths have fewer tokens than the long ones: if they are slower than short ones, the trial
+    of the long ones has failed, and theirs is the only one that shows what tokens cost.
+    """
+    for step in mixed:
+        base = short[step.load]
+        if step.seconds - base.seconds > _NOTICEABLE * base.seconds:
+            return (step.seconds - base.seconds) / (step.context - base.context)
+    return 0.0
 
 
 def _points(rows: Iterable[StepTime], use: ServerUse, context_s: float, spread_s: float) -> list[tuple[float, float]]:

@@ -164,6 +164,9 @@ def test_costs_of_lengths_come_from_steps_of_one_load():
     calls = [*trial[:2], step(64, 150, 200, 64 + 64 * (0.3 + 0.2) + 128.0), trial[3]]
     assert fit_step_curve(ServerUse(run, 1.0, calls)).spread_s == pytest.approx(2e-3)
     assert fit_step_curve(ServerUse(run, None, calls)).spread_s == pytest.approx(1e-3 + 128 / 64 / 200)
+    # Long ones seem to be faster than short ones: those of different lengths tell what tokens cost.
+    failed = fit_step_curve(ServerUse(run, 1.0, [*trial[:3], step(64, 400, 0, 64.0)]))
+    assert failed.context_s == pytest.approx((2e-3 * 50 + 1e-3 * 200) / 50) and failed.spread_s == 0
     # Of no use: longer sequences are hardly slower.
     level = [step(64, 20, 0, 1.0), step(64, 250, 0, 1.01), step(64, 80, 70, 1.02)]
     curve = fit_step_curve(ServerUse(run, 1.0, [*level, step(1, 20, 0, 0.5)]))
