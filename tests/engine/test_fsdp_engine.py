@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
@@ -207,6 +207,8 @@ def test_models_without_a_tensor_parallel_plan_are_rejected(model_dirs):
     config.num_experts = 3
     with pytest.raises(AllocationError, match=r"experts \(3\)"):
         check_layout(ParallelStrategy(tensor=2), config, 2)
+    with pytest.raises(AllocationError, match=r"'gpt2' has no supported tensor-parallel plan.*use t1"):
+        check_layout(ParallelStrategy(tensor=2), GPT2Config(), 2)
 
 
 def test_low_memory_adamw_has_the_losses_of_adamw(model_dirs):

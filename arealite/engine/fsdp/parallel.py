@@ -49,7 +49,7 @@ def check_layout(
     if tensor == 1:
         return
     heads, kv_heads = _num_heads(config)
-    sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": text.intermediate_size,
+    sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": getattr(text, "intermediate_size", 0),
              "experts": num_experts(config)}  # fmt: skip
     for what, size in sizes.items():
         if size % tensor:
