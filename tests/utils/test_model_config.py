@@ -116,7 +116,7 @@ def test_models_that_can_only_be_served_are_refused_before_anything_starts(tmp_p
     for config in ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {"text_config": 3, "model_type": "llama"}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         if "attn_logit_softcapping" in config:
-            with pytest.raises(ConfigError, match="'gemma2' caps attention logits.*train another model"):
+            with pytest.raises(ConfigError, match=r"'gemma2' caps attention logits.*train another model"):
                 check_layout_of(str(tmp_path), ParallelStrategy(), 1)
         else:
             check_layout_of(str(tmp_path), ParallelStrategy(), 1)

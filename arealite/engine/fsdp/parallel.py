@@ -49,7 +49,8 @@ def check_layout(
     if tensor == 1:
         return
     heads, kv_heads = _num_heads(config)
-    sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": getattr(text, "intermediate_size", 0),
+    inner = getattr(text, "intermediate_size", 0)
+    sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": inner,
              "experts": num_experts(config)}  # fmt: skip
     for what, size in sizes.items():
         if size % tensor:
