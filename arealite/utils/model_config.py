@@ -100,26 +100,17 @@ def check_experts(family: str, num_experts: int, layout: ParallelStrategy) -> No
 
 
 def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int, in_low_bits: bool = False) -> None:
-    """Check whether the model in a local folder can be trained so; what a hub name holds is not known yet."""
+    """Check stages and experts of the model in a local folder; what a hub name holds is not known yet."""
     file = Path(path).expanduser() / "config.json"
     if file.is_file():
         config = _read_object(file)
         family = str(config.get("model_type"))
         if layout.pipeline > 1:
             check_stages(family, config.get("num_hidden_layers"), layout.pipeline * stages_per_rank)
-        text = config.get("text_config")
-        text = text if isinstance(text, dict) else config
-        reject_capped_logits(str(text.get("model_type", family)), text.get("attn_logit_softcapping"))
+        text = config.get("text_config", config)
         experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
         check_experts(family, experts, layout)
         reject_low_bit_experts(family, experts if in_low_bits else 0)
-
-
-def reject_capped_logits(family: str, cap: float | None) -> None:
-    if cap:
-        raise ConfigError(
-            f"model type {family!r} caps attention logits, but packed attention does not: train another model"
-        )
 
 
 def reject_low_bit_experts(family: str, num_experts: int) -> None:

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 
-from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import ServerConfig, TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.loading import load_model
-from arealite.utils.model_config import check_layout_of, check_model
+from arealite.utils.model_config import check_model
 
 # What replaces keys of config.json, and a part of the message.
 CONFIGS = {
@@ -110,16 +109,6 @@ def test_incomplete_json_and_missing_folders(tmp_path):
         (tmp_path / "config.json").write_text(f'{{"model_type": "qwen2", "rms_norm_eps": {value}}}')
         refused(check_model, tmp_path, "rms_norm_eps is .*expected a number")
     check_model("Qwen/Qwen2.5-0.5B")  # a hub name: nothing is known yet
-
-
-def test_models_that_can_only_be_served_are_refused_before_anything_starts(tmp_path):
-    for config in ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, {"text_config": 3, "model_type": "llama"}):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        if "attn_logit_softcapping" in config:
-            with pytest.raises(ConfigError, match=r"'gemma2' caps attention logits.*train another model"):
-                check_layout_of(str(tmp_path), ParallelStrategy(), 1)
-        else:
-            check_layout_of(str(tmp_path), ParallelStrategy(), 1)
 
 
 def test_a_good_model_passes(model_path):

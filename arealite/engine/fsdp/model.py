@@ -53,7 +53,7 @@ from arealite.utils.decoders import (
     original_length,
     read_model_config,
 )
-from arealite.utils.model_config import check_model, reject_capped_logits
+from arealite.utils.model_config import check_model
 
 # The key that a micro-batch has if it holds no token of the batch.
 FILLER = "is_filler"
@@ -263,7 +263,10 @@ def resolve_path(path: str) -> Path:
 def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
     config = read_model_config(folder, with_images=not scalar_head)
     text = config.get_text_config()
-    reject_capped_logits(text.model_type, getattr(text, "attn_logit_softcapping", None))
+    if getattr(text, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"model type {text.model_type!r} caps attention logits, but packed attention does not: train another model"
+        )
     if scalar_head:
         config.num_labels = 1
     return config
