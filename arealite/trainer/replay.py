@@ -6,6 +6,8 @@ and the plan of the replay; `engine.replay` does the rest in its processes.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +92,8 @@ def make_plan(run: RecordedRun, mode: Mode, first: int | None, last: int | None,
             f"the script of the run in {run.dir.path} is not known (it was started from Python, or without a "
             "launcher): only its training can be replayed, with --trainer-only"
         )
-    result = str(make_new_folder(run.dir.path / "replays" / str(number) for number in range(1, 100_000)))
+    with _writing(run):
+        result = str(make_new_folder(run.dir.path / "replays" / str(number) for number in range(1, 100_000)))
     return ReplayPlan(
         record=str(folder),
         mode=mode,
@@ -100,6 +103,18 @@ def make_plan(run: RecordedRun, mode: Mode, first: int | None, last: int | None,
         uses_servers=mode == "whole" and not why_recorded_answers(run),
         result=f"{result}/result.json",
     )
+
+
+@contextmanager
+def _writing(run: RecordedRun) -> Iterator[None]:
+    """Raise `ConfigError` if the folder of replays cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {run.dir.path / 'replays'}: {error.strerror}. Free space there, or replay a copy of the "
+            "run directory in a folder that you can write"
+        ) from error
 
 
 def why_recorded_answers(run: RecordedRun) -> str:
@@ -140,8 +155,10 @@ def _launch(run: RecordedRun, plan: ReplayPlan, overrides: list[str]) -> int:
     """Run the script again and print the result; returns the exit code."""
     folder = Path(plan.result).parent
     config_path, plan_path = folder / "config-replay.yaml", folder / "plan.json"
-    config_path.write_text(OmegaConf.to_yaml(OmegaConf.create(replay_config(run, plan, folder))))
-    plan.save(plan_path)
+    settings = OmegaConf.to_yaml(OmegaConf.create(replay_config(run, plan, folder)))
+    with _writing(run):
+        config_path.write_text(settings)
+        plan.save(plan_path)
     os.chdir(run.cwd)
     os.environ[REPLAY_ENV] = str(plan_path)
     code = launch(run.script or _LOOP, ["--config", str(config_path), *overrides])

@@ -8,6 +8,7 @@ import pytest
 
 from arealite.api.errors import ConfigError, RecordError
 from arealite.cli.replay import main
+from arealite.core.record.step_file import StepRecord, write_step
 from arealite.utils.config import run_main
 from tests import warm_python
 
@@ -115,6 +116,15 @@ def test_a_damaged_configuration_is_refused(tmp_path, text):
     (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         main([str(tmp_path)])
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_text("{allocation_mode: d1, model: {}}")
+    (tmp_path / "record").mkdir()
+    write_step(tmp_path / "record", 0, StepRecord({}, []))
+    (tmp_path / "replays").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"cannot write to .*replays: .*or replay a copy of the run directory"):
+        main([str(tmp_path), "--trainer-only"])
 
 
 def test_a_damaged_job_is_refused(tmp_path):
