@@ -6,11 +6,16 @@ completions take no time.
 
 import difflib
 import importlib
+import os
+import select
 import sys
 from typing import NamedTuple, NoReturn
 
 from arealite import __version__
 from arealite.api.errors import ConfigError
+
+# Exit code of a command whose output is read no further: as if SIGPIPE had ended it.
+_READER_GONE = 141
 
 
 class Command(NamedTuple):
@@ -85,12 +90,29 @@ def run_command(argv: list[str]) -> int | None:
     return importlib.import_module(COMMANDS[name].module).main(argv[size:])
 
 
+def _run_for_reader(argv: list[str]) -> int | None:
+    """Run a command; end quietly if the reader of its output has gone, as in `arealite report RUN_DIR | head`."""
+    try:
+        code = run_command(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        # It may also be the pipe of another process, which is an error.
+        if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+            raise
+        # What is left is written nowhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+
+
 def main() -> NoReturn:
     """Entry point of the console script."""
     argv = sys.argv[1:]
     if argv and argv[0] in ("-h", "--help", "-V", "--version"):
-        raise SystemExit(run_command(argv))
-    importlib.import_module("arealite.utils.config").run_main(run_command, argv)
+        raise SystemExit(_run_for_reader(argv))
+    importlib.import_module("arealite.utils.config").run_main(_run_for_reader, argv)
     raise AssertionError("unreachable")
 
 

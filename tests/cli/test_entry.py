@@ -96,3 +96,14 @@ def test_the_page_shows_the_help_and_an_example_of_every_command():
     examples = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     names = {name.split()[0] for name in COMMANDS}
     assert names == {found for found in re.findall(r"\barealite ([a-z]+)", examples)}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash"]])
+def test_a_reader_that_goes_away_ends_a_command_quietly(arguments):
+    command = [sys.executable, "-m", "arealite.cli.entry", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=60) == 141 and errors == "", errors
+    process.stderr.close()
