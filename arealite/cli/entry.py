@@ -91,7 +91,7 @@ def run_command(argv: list[str]) -> int | None:
 
 
 def _run_for_reader(argv: list[str]) -> int | None:
-    """Run a command; end quietly if the reader of its output has gone, as in `arealite report RUN_DIR | head`."""
+    """Run a command; end quietly if the reader of its output (such as `head`) has gone."""
     try:
         code = run_command(argv)
         sys.stdout.flush()
