@@ -1,12 +1,16 @@
 """How servers and a trainer slow each other down on the cores of one machine. Pure arithmetic.
 
 Each of them needs a number of cores to run at full speed. While all that are active need more cores than there are,
-each gets the same share of what it needs. Besides, the trainer's process also runs the episodes (tokenization, HTTP,
-workflows): a Python interpreter runs one thread at a time, so that these take time from the trainer on any number of
-cores. Used by the re-run of a recording (`rerun`) and by `arealite plan`.
+each gets the same share of what it needs, and loses time by switching. Besides, the trainer's process also runs the
+episodes (tokenization, HTTP, workflows): a Python interpreter runs one thread at a time, so that these take time from
+the trainer on any number of cores. Used by the re-run of a recording (`rerun`) and by `arealite plan`.
 """
 
 from typing import NamedTuple
+
+# Processes that take turns on a core lose their caches: by this share more CPU seconds, once this many more cores are
+# needed than there are (docs/foresee.md, Shared cores).
+_SWITCHING, _CROWDED = 0.15, 0.5
 
 
 class Speeds(NamedTuple):
@@ -45,4 +49,5 @@ class CoreUse(NamedTuple):
         if trainer_works:
             need += self.num_ranks * self.trainer * left
         share = min(1.0, self.cores / need) if need else 1.0
+        share /= 1 + _SWITCHING * min(1.0, (1 / share - 1) / _CROWDED)
         return Speeds(share * engine, share * left)
