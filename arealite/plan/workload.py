@@ -43,15 +43,11 @@ class Distribution:
     def parse(cls, text: str, what: str) -> "Distribution":
         """Parse `constant:512`, `lognormal:1000,1.0,8192` and so on; a bare number is constant."""
         kind, _, rest = text.partition(":") if ":" in text else ("constant", "", text)
-        numbers = re.fullmatch(r"[0-9.eE+,-]+", rest)
-        try:
-            arguments = tuple(float(number) for number in rest.split(",")) if numbers else ()
-        except ValueError:
-            arguments = ()
+        arguments = _numbers(rest)
         is_valid = _NUM_ARGUMENTS.get(kind) == len(arguments) and all(0 <= n <= 1e9 for n in arguments)
-        if not is_valid or (kind == "uniform" and arguments[0] > arguments[1]):
+        if not is_valid or (kind == "uniform" and arguments != sorted(arguments)):
             raise ConfigError(f"{what} is {text!r}; write {_FORMS}, for example lognormal:800,1.0,8192")
-        return cls(kind, arguments)
+        return cls(kind, tuple(arguments))
 
     @classmethod
     def of(cls, values: list[float]) -> "Distribution":
@@ -240,3 +236,13 @@ def make_trajectories(prompt: float, made: list[list[tuple[int, float]]]) -> Tra
     batch = _columns(counts, width) | {"versions": _tensor(versions, np.int64), TOKENS: _tensor(tokens, np.float32)}
     oldest = min((version for parts in made for version, _ in parts), default=0)
     return Trajectories(batch, len(made), len(made) + sum(counts), oldest, 0.0)
+
+
+def _numbers(text: str) -> list[float]:
+    """Return numbers with commas between them; none if the text is anything else."""
+    if not re.fullmatch(r"[0-9.eE+,-]+", text):
+        return []
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        return []
