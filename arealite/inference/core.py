@@ -76,9 +76,6 @@ class EngineCore:
 
     def attach(self) -> None:
         """Connect the runner with the slot table. On CUDA this captures the graphs."""
-        self._attach()
-
-    def _attach(self) -> None:
         assert self.runner is not None
         self.runner.attach(self.scheduler.slots)
         if isinstance(self.scheduler.drafts, DeviceDrafts):
@@ -235,7 +232,7 @@ class EngineCore:
         pool = self.scheduler.pool
         config = replace(self.config, max_total_tokens=pool.num_usable * pool.block_size)
         self.runner = make_runner(self.weights.model, self.shape, config)
-        self._attach()
+        self.attach()
 
     def active_runner(self) -> Runner:
         """Return the runner; raises `WeightUpdateError` while memory is released."""

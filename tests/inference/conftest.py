@@ -28,6 +28,7 @@ from transformers import (
 
 from arealite.api.cli_args import ServerConfig
 from arealite.core.event_loop import new_event_loop
+from arealite.inference import core
 from arealite.inference.engine import Engine
 from arealite.inference.http.server import serve
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
@@ -193,3 +194,21 @@ def check_top_logprobs(engine: Engine, model: PreTrainedModel) -> None:
         assert [[token for token, _ in top] for top in output.top_logprobs] == expected.indices.tolist()
         found = torch.tensor([[value for _, value in top] for top in output.top_logprobs])
         torch.testing.assert_close(found, expected.values, atol=2e-4, rtol=1e-4)
+
+
+@contextmanager
+def cuda_engines(monkeypatch: pytest.MonkeyPatch, **defaults: object) -> Iterator[Callable[..., Engine]]:
+    """Make engines with the CUDA runner, which Triton's interpreter runs without a GPU; close them at the end."""
+    # Imported here: it loads Triton, which must know before that it interprets.
+    runner = pytest.importorskip("arealite.inference.cuda.runner")
+    monkeypatch.setattr(core, "make_runner", runner.CudaRunner)
+    engines: list[Engine] = []
+
+    def make(model: PreTrainedModel, **settings: object) -> Engine:
+        copied = copy.deepcopy(model).to("cuda" if torch.cuda.is_available() else "cpu")
+        engines.append(Engine(ServerConfig(**(defaults | settings)), model=copied))  # pyright: ignore[reportArgumentType]
+        return engines[-1].start()
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 from typing import Any
@@ -11,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.api.cli_args import ServerConfig
-from arealite.inference import core
 from arealite.inference.drafts.lookup import look_up
-from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
-from tests.inference.conftest import forward_logprobs, submit
+from tests.inference.conftest import cuda_engines, forward_logprobs, submit
 from tests.inference.test_drafts import CIRCLE, assert_same, copying_model
 
 pytestmark = [
@@ -34,18 +30,8 @@ SETTINGS: dict[str, Any] = {"block_size": 4, "max_prefill_tokens": 32}
 
 @pytest.fixture
 def make_engine(monkeypatch):
-    cuda_runner = pytest.importorskip("arealite.inference.cuda.runner")
-    monkeypatch.setattr(core, "make_runner", cuda_runner.CudaRunner)
-    engines = []
-
-    def make(model, **settings):
-        chosen: dict[str, Any] = SETTINGS | {"max_total_tokens": 1024 if GPU else 256} | settings
-        engines.append(Engine(ServerConfig(**chosen), model=copy.deepcopy(model).to(DEVICE)))
-        return engines[-1].start()
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with cuda_engines(monkeypatch, **SETTINGS, max_total_tokens=1024 if GPU else 256) as make:
+        yield make
 
 
 @pytest.fixture

@@ -18,7 +18,16 @@ from arealite.inference.runner import cache_bytes
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
 from arealite.utils.routing import expert_blocks
-from tests.inference.conftest import FAMILIES, check_top_logprobs, forward_logprobs, generate, make_model, prompts, run
+from tests.inference.conftest import (
+    FAMILIES,
+    check_top_logprobs,
+    cuda_engines,
+    forward_logprobs,
+    generate,
+    make_model,
+    prompts,
+    run,
+)
 from tests.inference.conftest import submit as submit_request
 from tests.inference.test_drafts import CIRCLE, assert_same, copying_model
 
@@ -34,24 +43,9 @@ SCALE = 1 if GPU else 4  # the interpreter is slow
 
 @pytest.fixture
 def make_engine(monkeypatch):
-    cuda_runner = pytest.importorskip("arealite.inference.cuda.runner")
-    monkeypatch.setattr(core, "make_runner", cuda_runner.CudaRunner)
-    engines = []
-
-    def make(model, **settings):
-        settings = {
-            "max_total_tokens": 2048,
-            "block_size": 4,
-            "max_running_requests": 16,
-            "max_prefill_tokens": 64,
-        } | settings
-        made = copy.deepcopy(model).to("cuda" if GPU else "cpu")
-        engines.append(Engine(ServerConfig(**settings), model=made))
-        return engines[-1].start()
-
-    yield make
-    for engine in engines:
-        engine.close()
+    settings = {"max_total_tokens": 2048, "block_size": 4, "max_running_requests": 16, "max_prefill_tokens": 64}
+    with cuda_engines(monkeypatch, **settings) as make:
+        yield make
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,8 +8,8 @@ the trainer on any number of cores. Used by the re-run of a recording (`rerun`) 
 
 from typing import NamedTuple
 
-# Processes that take turns on a core lose their caches: by this share more CPU seconds, once this many more cores are
-# needed than there are (docs/foresee.md, Shared cores).
+# Processes that take turns on a core lose their caches and need up to this share more CPU seconds. The full share is
+# reached when the needed cores exceed those that are there by `_CROWDED` of them (docs/foresee.md, Shared cores).
 _SWITCHING, _CROWDED = 0.15, 0.5
 
 

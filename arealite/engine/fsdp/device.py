@@ -31,7 +31,8 @@ def choose_device(config: TrainEngineConfig) -> str:
 def _grow_segments() -> None:
     """Have the allocator extend its segments, unless a user has set it.
 
-    Micro-batches have different sizes. With segments of fixed size a tenth of the memory was in gaps that fit none.
+    Micro-batches have different sizes. With segments of fixed size, an eighth of the memory was in gaps that nothing
+    fitted into.
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_ENVS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
