@@ -76,6 +76,10 @@ class EngineCore:
 
     def attach(self) -> None:
         """Connect the runner with the slot table. On CUDA this captures the graphs."""
+        self._attach()
+
+    def _attach(self) -> None:
+        # Apart from `attach`, which rank 0 sends to the others: `reclaim` is sent, too.
         assert self.runner is not None
         self.runner.attach(self.scheduler.slots)
         if isinstance(self.scheduler.drafts, DeviceDrafts):
@@ -232,7 +236,7 @@ class EngineCore:
         pool = self.scheduler.pool
         config = replace(self.config, max_total_tokens=pool.num_usable * pool.block_size)
         self.runner = make_runner(self.weights.model, self.shape, config)
-        self.attach()
+        self._attach()
 
     def active_runner(self) -> Runner:
         """Return the runner; raises `WeightUpdateError` while memory is released."""
