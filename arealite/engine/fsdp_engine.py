@@ -127,7 +127,7 @@ class FSDPEngine(TrainEngine):
     @cached_property
     def memory(self) -> MemoryPlan:
         """The sizes that fit, chosen at the first use: servers on this device have their memory then."""
-        return apply_plan(self._module, plan_memory(self.model, self.config, self.device, self.pipeline is not None))
+        return apply_plan(self._module, plan_memory(self.model, self.config, self.device, self.parallel))
 
     @property
     def _compiles(self) -> bool:

@@ -29,6 +29,7 @@ from arealite.utils.memory.estimate import (
     reserved_bytes,
     server_needs,
     stage_parameters,
+    sums_gradients,
     training_needs,
     weight_bytes,
     without_low_bit,
@@ -271,8 +272,9 @@ def _engine_needs(
         plan = cpu_sizes(config)
     else:
         # Without a known device as much as the engine takes at most.
-        stage_trained = whole if own and train.pipeline > 1 else 0.0
-        room = 10e12 if free is None else free - reserved_bytes(config, own, whole, stage_trained)
+        stage_trained = whole if train.pipeline > 1 else own
+        summed = stage_trained if own and sums_gradients(config, train) else 0.0
+        room = 10e12 if free is None else free - reserved_bytes(config, own, whole, summed)
         plan = choose_sizes(size, config, room)
     tokens = _step_tokens(name, size, train, values)
     return training_needs(size, config, plan, on_gpu, train, tokens, scalar_head=has_scalar_head)

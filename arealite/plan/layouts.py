@@ -20,6 +20,7 @@ from arealite.utils.memory.estimate import (
     reserved_bytes,
     server_needs,
     stage_parameters,
+    sums_gradients,
     training_needs,
 )
 from arealite.utils.memory.model_size import ModelSize
@@ -111,7 +112,8 @@ class Layout:
         own = whole * train.pipeline / train.world_size
         weights = 4 * whole * train.pipeline / train.world_size
         free = total - CUDA_CONTEXT - weights
-        room = free - reserved_bytes(config, own, whole, whole if train.pipeline > 1 else 0.0)
+        stage_trained = whole if train.pipeline > 1 else own
+        room = free - reserved_bytes(config, own, whole, stage_trained if sums_gradients(config, train) else 0.0)
         sizes = choose_sizes(size, config, room)
         rows = -(-workload.prompts * workload.samples // train.data)
         tokens = round(rows * min(workload.longest_sequence, size.context))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import TrainingError
 from arealite.engine.fsdp.low_bit import num_weights
@@ -29,6 +30,7 @@ from arealite.utils.memory.estimate import (
     choose_sizes,
     cpu_sizes,
     reserved_bytes,
+    sums_gradients,
 )
 from arealite.utils.memory.model_size import ModelSize
 
@@ -41,11 +43,12 @@ _ROOM, _MOST_ROOM = 2e9, 0.15
 _EARLY_SHARE = 0.05
 
 
-def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, is_staged: bool = False) -> MemoryPlan:
+def plan_memory(
+    model: PreTrainedModel, config: TrainEngineConfig, device: str, layout: ParallelStrategy | None = None
+) -> MemoryPlan:
     """Return the sizes for `model`, whose weights are on the device already; the same on all ranks.
 
-    `is_staged`: the model is a pipeline stage. The first one keeps the activations of as many micro-batches as there
-    are stages, each of its share of the layers: as much as one micro-batch needs in all layers.
+    The first of several stages keeps activations of as many micro-batches: as much as one needs in all layers.
     """
     if device != "cuda":
         return cpu_sizes(config)
@@ -53,9 +56,10 @@ def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, 
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     sizes = [(local(p).numel(), p.requires_grad, p.numel()) for p in model.parameters()]
     trained = sum(own for own, is_trained, _ in sizes if is_trained)
-    stage_trained = sum(full for _, is_trained, full in sizes if is_trained and is_staged)
-    free -= reserved_bytes(config, trained, sum(full for *_, full in sizes), stage_trained)
-    size = ModelSize.of(model.config.to_dict(), sum(full for *_, full in sizes))
+    layout, whole = layout or ParallelStrategy(), sum(full for *_, full in sizes)
+    stage_trained = sum(full for _, is_trained, full in sizes if is_trained) if layout.pipeline > 1 else trained
+    free -= reserved_bytes(config, trained, whole, stage_trained if sums_gradients(config, layout) else 0.0)
+    size = ModelSize.of(model.config.to_dict(), whole)
     return choose_sizes(size, config, _smallest_of_ranks(free))
 
 
@@ -106,8 +110,7 @@ def explains_out_of_memory(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leave_room(published: float) -> None:
     """Limit torch's allocator on a GPU with servers: memory that it keeps for reuse is lost to them."""
-    room = _room_for_servers(published)
-    if room:
+    if room := _room_for_servers(published):
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + free - room) / total)
 
@@ -124,8 +127,7 @@ def _room_for_servers(published: float) -> float:
 
 
 def _smallest_of_ranks(value: float) -> float:
-    if distributed.world_size() == 1 or not dist.is_initialized():
-        return value
     smallest = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    if distributed.world_size() > 1 and dist.is_initialized():
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return float(smallest)

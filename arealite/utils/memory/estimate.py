@@ -35,8 +35,11 @@ PROCESS = 0.7e9
 _LOW_BIT_BYTES = {"auto": 0.0, "fp8": 1.0, "nf4": 0.5 + 2 / 64}
 # Bytes of a scale of numbers in FP8.
 _SCALE = 4
-# Share of what passes allocate and free that the allocator cannot use again.
-_FRAGMENTS = 0.05
+# Share of what passes allocate and free that the allocator cannot use again, with segments that grow: 0.03 to 0.17.
+_FRAGMENTS = 0.1
+# Numbers per token and hidden size while the head runs: input of the last norm in 32 bits, its normalized form and its
+# output, the rows that the head takes, and their gradient.
+_HEAD_STATES = 6
 # Most of the KV cache on CPU, where a trainer usually shares the memory.
 CPU_CACHE_BYTES = 2 << 30
 
@@ -71,11 +74,12 @@ def layer_numbers(size: ModelSize, compiled: bool, tensor: int = 1) -> float:
     """Return how many numbers a layer keeps per token for its backward pass.
 
     Eager norms keep their input in 32 bits, its normalized form and the output; the compiled graph recomputes them, but
-    keeps queries and keys before and after rotation.
+    keeps queries and keys before and after rotation. Experts have copies of their tokens, and their results.
     """
+    copies, heads = 2 * size.chosen_experts * size.hidden, size.query_width + size.key_width
     if compiled:
-        return 2 * size.hidden + 3 * (size.query_width + size.key_width + size.inner) / tensor
-    return 8 * size.hidden + (2 * size.query_width + 2 * size.key_width + 4 * size.inner) / tensor
+        return copies + 2 * size.hidden + 3 * (heads + size.inner) / tensor
+    return copies + 8 * size.hidden + ((5 if size.has_head_norms else 2) * heads + 4 * size.inner) / tensor
 
 
 def logit_bytes(compiled: bool) -> int:
@@ -84,15 +88,24 @@ def logit_bytes(compiled: bool) -> int:
 
 
 def activation_bytes(size: ModelSize, config: TrainEngineConfig, recomputes: bool, tensor: int = 1) -> float:
-    """Return the bytes of activations per token of a micro-batch."""
+    """Return the bytes per token that layers keep for the backward pass, or that one needs if there is none."""
     item = ITEM_BYTES[config.dtype]
     layer = item * layer_numbers(size, config.compile, tensor)
     if config.optimizer is None:
         return layer
-    if recomputes:
-        # The input of each layer, and one layer at a time in the backward pass.
-        return item * size.hidden * size.layers + 2 * layer
-    return layer * size.layers
+    # If they are recomputed: the input of each layer.
+    return size.layers * (item * size.hidden if recomputes else layer)
+
+
+def backward_bytes(size: ModelSize, config: TrainEngineConfig, recomputes: bool, tensor: int = 1) -> float:
+    """Return the bytes per token that the backward pass of one layer has besides what layers keep.
+
+    The layer itself, if it is recomputed, and gradients: of its output, and of both factors of the gated product. That
+    of the product comes first, when the product is no longer needed; with experts, that of their results.
+    """
+    gradients = size.hidden + max(2 * size.inner / tensor, 3 * size.chosen_experts * size.hidden)
+    layer = layer_numbers(size, config.compile, tensor) if recomputes else 0.0
+    return ITEM_BYTES[config.dtype] * (layer + gradients)
 
 
 def low_bit_parameters(size: ModelSize, config: TrainEngineConfig) -> int:
@@ -127,13 +140,20 @@ def choose_sizes(size: ModelSize, config: TrainEngineConfig, free_bytes: float) 
     budget = max(0.0, _PLANNED_SHARE * (free_bytes - _dequantized_bytes(size, config)))
     per_logit = logit_bytes(config.compile) * size.vocab
     chunk = config.logprob_chunk_size or _power_of_two(budget / 10 / per_logit, 256, 4096)
-    budget -= per_logit * chunk
     recomputes = config.gradient_checkpointing
     if recomputes is None:
-        kept = activation_bytes(size, config, recomputes=False)
-        recomputes = config.optimizer is not None and budget < kept * (config.max_tokens_per_mb or FEW_TOKENS)
-    fits = int(budget / activation_bytes(size, config, recomputes)) // 1024 * 1024
+        few = config.max_tokens_per_mb or FEW_TOKENS
+        recomputes = config.optimizer is not None and _fitting(size, config, False, budget, per_logit * chunk) < few
+    fits = int(_fitting(size, config, recomputes, budget, per_logit * chunk)) // 1024 * 1024
     return MemoryPlan(config.max_tokens_per_mb or min(max(fits, 1024), MOST_TOKENS), recomputes, chunk)
+
+
+def _fitting(size: ModelSize, config: TrainEngineConfig, recomputes: bool, budget: float, logits: float) -> float:
+    """Return how many tokens fit, both while the head has its logits and in the backward pass of a layer."""
+    kept = activation_bytes(size, config, recomputes)
+    head = ITEM_BYTES[config.dtype] * _HEAD_STATES * size.hidden
+    fits = (budget - logits) / (kept + head)
+    return min(fits, budget / (kept + backward_bytes(size, config, recomputes))) if config.optimizer else fits
 
 
 def cpu_sizes(config: TrainEngineConfig) -> MemoryPlan:
@@ -148,15 +168,31 @@ def cpu_sizes(config: TrainEngineConfig) -> MemoryPlan:
 def reserved_bytes(config: TrainEngineConfig, own_trained: float, gathered: float, stage_trained: float = 0.0) -> float:
     """Return what gradients, optimizer states and gathered weights will need besides the weights.
 
-    `own_trained` parameters of this rank have gradients; `gathered` are there in the compute type during a pass. A
-    pipeline stage sums the gradients of all its `stage_trained` parameters in 32 bits before it divides them.
+    `own_trained` parameters of this rank have gradients; `gathered` are there in the compute type during a pass. The
+    gradients of `stage_trained` parameters are summed in 32 bits (`sums_gradients`) before they are divided.
     """
     copy = ITEM_BYTES[config.dtype] * gathered
-    if config.optimizer is None or config.cpu_offload:
+    if config.optimizer is None:
+        return copy
+    copy += 4 * stage_trained
+    if config.cpu_offload:
         return copy
     item = ITEM_BYTES[config.param_dtype]
-    copy += 4 * stage_trained
     return copy + (item + _STATE_BYTES.get(config.optimizer.type, 2 * item)) * own_trained
+
+
+def sums_gradients(config: TrainEngineConfig, layout: ParallelStrategy) -> bool:
+    """Return whether gradients of micro-batches are summed apart from those that the optimizer gets.
+
+    FSDP allocates what it reduces in a stream of its own, whose memory the passes do not use. Before that, a pipeline
+    stage sums the gradients of all its parameters, and so does a rank whose weights FSDP converts but does not divide.
+    """
+    return not _is_plain(config, layout) and (layout.pipeline > 1 or layout.data * layout.context == 1)
+
+
+def _is_plain(config: TrainEngineConfig, layout: ParallelStrategy) -> bool:
+    """Return whether a model trains without FSDP."""
+    return layout.world_size == 1 and config.param_dtype == config.dtype and not config.cpu_offload
 
 
 def training_needs(
@@ -181,8 +217,7 @@ def training_needs(
     size = without_low_bit(size, config)
     adapters = size.adapter_parameters(config.lora_rank, config.lora_targets) / stages / tensor / shards
     trained = (adapters or stage_parameters(size, stages) / tensor / shards) if config.optimizer is not None else 0.0
-    item, small = ITEM_BYTES[config.param_dtype], ITEM_BYTES[config.dtype]
-    is_plain = layout.world_size == 1 and item == small and not config.cpu_offload
+    item, is_plain = ITEM_BYTES[config.param_dtype], _is_plain(config, layout)
     state = _STATE_BYTES.get(config.optimizer.type, 2.0 * item) if config.optimizer else 0.0
     stays = {"weights": weights, "adapters": item * adapters, "optimizer": state * trained}
     if on_gpu and not is_plain:
@@ -195,8 +230,13 @@ def training_needs(
     passing = {} if is_plain else _exchange_needs(size, config, layout, tokens, step_tokens)
     if trained:
         head = 0.0 if scalar_head else size.embedding / tensor
-        summed = trained * shards if stages > 1 else trained
-        passing |= _backward_needs(size, config, plan, tokens, several, summed, head, item if is_plain else 4, tensor)
+        gradients = item * trained if is_plain else 0.0
+        if sums_gradients(config, layout):
+            gradients = 4 * (trained * shards if stages > 1 else trained) * (several or stages > 1)
+        passing |= _backward_needs(size, config, plan, tokens, several, gradients, not is_plain, head, tensor)
+        # On CPU they take the place of the summed ones.
+        if not (is_plain or config.cpu_offload) and (on_gpu or not gradients):
+            passing["reduced gradients"] = 4 * trained
     else:
         passing["activations"] = activation_bytes(size, config, False, tensor) * tokens
         passing["logits"] = 0.0 if scalar_head else 8.0 * plan.logprob_chunk_size * size.vocab / tensor
@@ -206,7 +246,7 @@ def training_needs(
     host = {}
     if config.cpu_offload:
         moved = {name: stays.pop(name) for name in list(stays) if name != "communication"}
-        host, passing["gradients"] = _nonzero(moved | {"gradients": item * trained}), 0.0
+        host = _nonzero(moved | {"gradients": item * trained})
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
     return Needs(_nonzero(stays), _nonzero(passing), host, notes, loaded)
 
@@ -243,29 +283,37 @@ def _backward_needs(
     plan: MemoryPlan,
     tokens: float,
     several: bool,
-    trained: float,
+    gradients: float,
+    are_reduced: bool,
     head: float,
-    grad_item: int,
     tensor: int,
 ) -> dict[str, float]:
     """Return gradients, activations and logits at the peak of a backward pass or of an update.
 
-    The head's backward pass comes first: all activations are there, but no gradients unless of an earlier micro-batch.
+    The head comes first: all activations are there, but no gradients unless of an earlier micro-batch. Its logits are
+    freed before the layers follow, last to first; what a layer had is freed before the next one. If gradients
+    `are_reduced`, the update has others than these.
     """
     assert config.optimizer is not None
-    gradients = grad_item * trained
-    activations = activation_bytes(size, config, plan.gradient_checkpointing, tensor) * tokens
+    earlier = gradients if several else 0.0
+    kept = activation_bytes(size, config, plan.gradient_checkpointing, tensor) * tokens
+    layer = backward_bytes(size, config, plan.gradient_checkpointing, tensor) * tokens
+    states = ITEM_BYTES[config.dtype] * _HEAD_STATES * size.hidden * tokens
     trains_head = head > 0 and not config.lora_rank
     chunk = min(plan.logprob_chunk_size, tokens)
     logits = logit_bytes(config.compile) * chunk * size.vocab / tensor if head else 0.0
     logits += 4 * head if trains_head else 0.0
-    begin = {"gradients": gradients if several else 0.0, "activations": activations, "logits": logits}
-    # At the end all gradients are there, and those of the embedding are summed in 32 bits.
-    end = {"gradients": gradients + (4 * head if trains_head else 0.0)}
+    first = {"gradients": earlier, "activations": kept + states, "logits": logits}
+    # The last layer's backward pass has all activations, the first one's has all gradients.
+    begin = {"gradients": earlier, "activations": kept + layer}
+    end = {"gradients": gradients, "activations": kept / size.layers + layer}
+    # Those of the embedding are summed in 32 bits.
+    embedding = {"gradients": gradients + (4 * head if trains_head else 0.0)}
+    update = {"gradients": 0.0 if are_reduced else gradients}
     largest = size.embedding / tensor if not config.lora_rank else config.lora_rank * size.inner
     if config.optimizer.type != "adamw":
-        end["optimizer update"] = _UPDATE_BYTES * largest
-    return max(begin, end, key=lambda parts: sum(parts.values()))
+        update["optimizer update"] = _UPDATE_BYTES * largest
+    return max(first, begin, end, embedding, update, key=lambda parts: sum(parts.values()))
 
 
 def server_needs(

@@ -16,6 +16,8 @@ from huggingface_hub import try_to_load_from_cache
 _LONGEST_HEADER = 1 << 28
 # Families whose layers have two matrices after attention instead of three.
 _WITHOUT_GATE = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "falcon", "bloom", "starcoder2")
+# Families that normalize queries and keys.
+_WITH_HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")
 
 # Linear layers of Llama and most others, by their second width besides `hidden`.
 _KEY_LAYERS, _INNER_LAYERS = ("k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -41,6 +43,8 @@ class ModelSize:
     experts: int = 0
     expert_inner: int = 0
     chosen_experts: int = 0
+    # Whether queries and keys are normalized.
+    has_head_norms: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> "ModelSize":
@@ -80,6 +84,7 @@ class ModelSize:
             experts=experts,
             expert_inner=expert if experts else 0,
             chosen_experts=chosen,
+            has_head_norms=str(text.get("model_type")).startswith(_WITH_HEAD_NORMS) or bool(text.get("use_qk_norm")),
         )
 
     @property
