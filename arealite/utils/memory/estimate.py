@@ -88,7 +88,7 @@ def logit_bytes(compiled: bool) -> int:
 
 
 def activation_bytes(size: ModelSize, config: TrainEngineConfig, recomputes: bool, tensor: int = 1) -> float:
-    """Return the bytes per token that layers keep for the backward pass, or that one needs if there is none."""
+    """Return the bytes per token that layers keep for the backward pass; without one, those of a layer."""
     item = ITEM_BYTES[config.dtype]
     layer = item * layer_numbers(size, config.compile, tensor)
     if config.optimizer is None:
@@ -230,9 +230,7 @@ def training_needs(
     passing = {} if is_plain else _exchange_needs(size, config, layout, tokens, step_tokens)
     if trained:
         head = 0.0 if scalar_head else size.embedding / tensor
-        gradients = item * trained if is_plain else 0.0
-        if sums_gradients(config, layout):
-            gradients = 4 * (trained * shards if stages > 1 else trained) * (several or stages > 1)
+        gradients = _gradient_bytes(config, layout, trained, several)
         passing |= _backward_needs(size, config, plan, tokens, several, gradients, not is_plain, head, tensor)
         # On CPU they take the place of the summed ones.
         if not (is_plain or config.cpu_offload) and (on_gpu or not gradients):
@@ -243,10 +241,8 @@ def training_needs(
     passing["dequantized layer"] = dequantized
     if on_gpu:
         passing["fragmentation"] = _FRAGMENTS * sum(passing.values())
-    host = {}
-    if config.cpu_offload:
-        moved = {name: stays.pop(name) for name in list(stays) if name != "communication"}
-        host = _nonzero(moved | {"gradients": item * trained})
+    moved = {name: stays.pop(name) for name in list(stays) if config.cpu_offload and name != "communication"}
+    host = _nonzero(moved | {"gradients": item * trained}) if moved else {}
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
     return Needs(_nonzero(stays), _nonzero(passing), host, notes, loaded)
 
@@ -254,6 +250,15 @@ def training_needs(
 def stage_parameters(size: ModelSize, stages: int) -> float:
     """Return the parameters of the largest pipeline stage: its layers, and embedding or head."""
     return size.parameters if stages == 1 else (size.parameters - size.ends) / stages + size.embedding
+
+
+def _gradient_bytes(config: TrainEngineConfig, layout: ParallelStrategy, trained: float, several: bool) -> float:
+    """Return the bytes of gradients that micro-batches add to, without those that FSDP reduces."""
+    if _is_plain(config, layout):
+        return ITEM_BYTES[config.param_dtype] * trained
+    if layout.pipeline > 1:
+        return 4 * trained * layout.data * layout.context
+    return 4 * trained if several and sums_gradients(config, layout) else 0.0
 
 
 def _exchange_needs(
