@@ -14,6 +14,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 import uuid
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,14 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.backends import API_KEY_ENV, BACKENDS, KEY_REFERENCE
 from arealite.api.config_field import check_section
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, WaitTimeout
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
 from arealite.utils.names import FileNames
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, tail
-from arealite.utils.rundir import RunDir, run_path, write_file
+from arealite.utils.rundir import RunDir, is_running_here, run_path, write_file
 from arealite.utils.startup import LAUNCHED_ENV, process_began
 from arealite.utils.status.writer import clear_status
 from arealite.utils.text import clean_stream, text_decoder
@@ -248,8 +249,28 @@ class Job:
             print(f"note: the earlier run of this name is kept in {kept}", flush=True)
 
     def lock(self) -> AbstractContextManager[int]:
-        """Lock the run directory. Waits for processes of a killed run that are still ending."""
-        return self.run_dir.lock(self.config.launcher.stop_timeout_s + _ENDING_S)
+        """Lock the run directory. Waits for processes that are still ending, of a killed run or of this job."""
+        began, has_printed, name = time.monotonic(), False, f"of job {self.id}"
+
+        def waits_for(holder: str) -> bool:
+            nonlocal has_printed
+            waited_s, limit_s = time.monotonic() - began, self.config.launcher.stop_timeout_s + _ENDING_S
+            if not holder.endswith(f" {name}"):
+                return waited_s < limit_s and not is_running_here(holder)
+            # A node of an earlier attempt, or one that Ray has given up: it ends when it notices that.
+            limit_s = max(limit_s, self.config.setup_timeout_s)
+            if waited_s > limit_s:
+                raise WaitTimeout(
+                    f"processes of an earlier start of this job have not ended within {limit_s:.0f} s "
+                    f"(rollout.setup_timeout_s) and use {self.run_dir.path} ({holder}): end them, and resume with: "
+                    f"{self.resume}"
+                )
+            if not has_printed:
+                print(f"waiting for processes of this job that are still ending ({holder})", flush=True)
+            has_printed = True
+            return True
+
+        return self.run_dir.lock(waits_for, name)
 
     def ask_to_stop(self, number: int) -> None:
         """Ask the nodes of all attempts to save a checkpoint and end, after a signal with this number."""

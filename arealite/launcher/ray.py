@@ -23,8 +23,9 @@ from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import INTERRUPTED, Interrupted
 from arealite.utils.activity import activity
-from arealite.utils.config import run_main
+from arealite.utils.config import REFUSED, run_main
 from arealite.utils.process import tail
+from arealite.utils.text import clean
 
 _WATCH_INTERVAL_S = 0.5
 
@@ -179,6 +180,11 @@ class _Attempt:
                     if not self.replace(node, error):
                         return 1
                     continue
+                except AReaLiteError as error:
+                    # Of the job or its lock. Ray puts the traceback into the text, and has the error itself as `cause`.
+                    reason = getattr(error, "cause", error)
+                    print(clean(f"error: node {node} cannot start: {reason}"), file=sys.stderr, flush=True)
+                    return REFUSED if isinstance(error, ConfigError) else 1
                 if self.stop.is_set() and code in INTERRUPTED:
                     # Other nodes may still write their part of the checkpoint.
                     continue

@@ -206,7 +206,7 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:
-        print(clean(f"error: {error}"), file=sys.stderr)
+        print(clean(f"error: {error}"), file=sys.stderr, flush=True)
         code = COLLAPSED if isinstance(error, CollapseError) else 1
         raise SystemExit(REFUSED if isinstance(error, _PERMANENT) else code) from None
     except RuntimeError as error:
@@ -218,10 +218,10 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
             f"(collective_timeout_s of the trained model): {error}\n"
             "  Likely cause: that rank hangs or is very slow; the end of its log shows where"
         )
-        print(clean(text), file=sys.stderr)
+        print(clean(text), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -155,20 +155,21 @@ class RunDir:
         return kept
 
     @contextmanager
-    def lock(self, wait_s: float = 0.0) -> Iterator[int]:
+    def lock(self, waits_for: Callable[[str], bool] = lambda holder: False, job: str = "") -> Iterator[int]:
         """Hold the lock of this run directory against other runs; yields the lock's file descriptor.
 
-        The kernel releases the lock when all processes that inherited the descriptor are gone.
+        The kernel releases the lock when all processes that inherited the descriptor are gone. `waits_for` is asked
+        whether to wait for a holder: `process 123 on host`, followed by the `job` that it gave.
         """
         try:
             descriptor = self._open_lock(self.create().path / "lock")
         except OSError as error:
             raise self.unwritable(error) from error
         try:
-            self._acquire(descriptor, time.monotonic() + wait_s)
+            self._acquire(descriptor, waits_for)
             try:
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename} {job}".strip().encode(), 0)
             except OSError as error:
                 # A full disk: the lock itself holds.
                 logger.warning("cannot write the owner of the lock of %s: %s", self.path, error.strerror)
@@ -200,8 +201,8 @@ class RunDir:
             os.close(descriptor)
         return False
 
-    def _acquire(self, descriptor: int, deadline: float) -> None:
-        """Take the lock. Waits until the deadline if its owner is gone: its processes may still be ending."""
+    def _acquire(self, descriptor: int, waits_for: Callable[[str], bool]) -> None:
+        """Take the lock; raises if another process holds it that is not waited for."""
         pause = threading.Event()
         # `is_in_use` of another process holds it for a moment.
         first_deadline = time.monotonic() + 2 * _POLL_INTERVAL_S
@@ -210,8 +211,7 @@ class RunDir:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = clean(os.pread(descriptor, 200, 0).decode(errors="replace"))
-                is_due = _is_running_here(owner) or time.monotonic() > deadline
-                if is_due and time.monotonic() > first_deadline:
+                if time.monotonic() > first_deadline and not waits_for(owner):
                     raise ConfigError(
                         f"another run uses {self.path} ({owner}): wait for its end, stop it, or use another trial_name"
                     ) from None
@@ -222,10 +222,10 @@ class RunDir:
             pause.wait(_POLL_INTERVAL_S)
 
 
-def _is_running_here(owner: str) -> bool:
+def is_running_here(owner: str) -> bool:
     """Whether `process 123 on host` is running on this machine."""
     words = owner.split()
-    if len(words) != 4 or words[3] != os.uname().nodename:
+    if len(words) < 4 or words[3] != os.uname().nodename:
         return False
     try:
         return psutil.Process(int(words[1])).status() != psutil.STATUS_ZOMBIE

@@ -1,5 +1,6 @@
 """Checkpoints: loadable elsewhere, exact to resume from, safe on a full disk."""
 
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict_loader
 from transformers import AutoModelForCausalLM
 
 from arealite.api.cli_args import RecoverConfig
@@ -19,7 +21,7 @@ from arealite.utils import distributed
 from arealite.utils.data import select_rows
 from arealite.utils.rundir import RunDir
 from arealite.weights.host_memory import SharedWeights
-from tests.engine.engine_testing import SPEC, engine_config, random_batch
+from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
 
 BATCH = random_batch([5, 12, 7, 9])
 
@@ -213,3 +215,29 @@ def test_a_rank_that_cannot_write_fails_the_recover_checkpoint_on_all(two_ranks,
     first, second = two_ranks.run(_save_where_rank_1_cannot_write, str(tmp_path))
     assert "another rank failed" in first and "Is a directory" in second
     assert not list((tmp_path / "recover").glob("step*"))
+
+
+def _load_without_rank_1(rank, path, folder):
+    """Let rank 1 die before it loads its part, and write down what rank 0 raises."""
+    engine = trained_engine(path, steps=0)
+    meta = SaveLoadMeta(folder, "dcp", with_optim=True)
+    engine.save(meta)
+    if rank == 1:
+        state_dict_loader.load = lambda *args, **kwargs: os._exit(1)
+    try:
+        engine.load(meta)
+    except RuntimeError as error:
+        Path(f"{folder}.raised").write_text(type(error).__name__)
+
+
+def test_a_rank_that_dies_while_all_load_is_no_damaged_checkpoint(model_dirs, tmp_path):
+    """A `CheckpointError` would end the job; after another error it starts again."""
+    ranks, raised = Ranks(2), tmp_path / "saved.raised"
+    try:
+        with pytest.raises(EOFError):
+            ranks.run(_load_without_rank_1, model_dirs["qwen2"], str(tmp_path / "saved"))
+        # The answer of rank 0, unless it came before.
+        assert raised.exists() or ranks.connections[0].poll(60)
+    finally:
+        ranks.close()
+    assert raised.read_text() not in ("", "CheckpointError")

@@ -1,5 +1,6 @@
 """The Ray launcher on a real Ray of several logical nodes on this machine."""
 
+import json
 import os
 import re
 import signal
@@ -41,6 +42,24 @@ def wait_for(condition, timeout_s: float = 240) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.1)
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """Return the output up to the line with this text."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline()]
+    while text not in lines[-1]:
+        assert lines[-1], "".join(lines)
+        lines.append(process.stdout.readline())
+    return "".join(lines)
+
+
+def read_rest(process: subprocess.Popen) -> str:
+    """Return the output up to its end. `communicate` with a timeout would lose what `readline` has buffered."""
+    assert process.stdout is not None
+    out = process.stdout.read()
+    process.wait(timeout=240)
+    return out
 
 
 def test_dry_run_needs_no_cluster(work, arguments, capsys):
@@ -136,14 +155,49 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_clus
     ray_cluster.remove_node(next(iter(ray_cluster.worker_nodes)), allow_graceful=False)
     ray_cluster.add_node(**ray_node(num_cpus=1, num_gpus=4))
     # If the node had servers only, they are started again; if it had the trainer, the run restarts.
-    assert process.stdout is not None
-    lines = []
-    while "was lost" not in (line := process.stdout.readline()):
-        lines.append(line)
-        assert line, lines
+    out = read_until(process, "was lost")
     (work / "finish").touch()
-    out, _ = process.communicate(timeout=240)
+    out += read_rest(process)
     assert process.returncode == 0, out
+    wait_until_gone(work, 30)
+
+
+@ray_marker
+def test_the_next_attempt_waits_for_processes_of_the_one_before(work, arguments, ray_cluster):
+    """A node that ends slowly still holds the lock of the run directory: that is no other run."""
+    argv = on_cpu(
+        arguments,
+        *("cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "tokenizer_path=until"),
+        *("recover.mode=auto", "recover.retries=1"),
+        mode="sglang.d1+d1",
+    )
+    process = start(ray_cluster, argv)
+    wait_for(lambda: (work / "up0").exists())
+    slow, trainer = (json.loads((RUN / "status" / f"node{node}.json").read_text())["pid"] for node in (0, 1))
+    os.kill(slow, signal.SIGSTOP)
+    try:
+        os.kill(trainer, signal.SIGKILL)
+        out = read_until(process, "waiting for processes of this job that are still ending")
+    finally:
+        os.kill(slow, signal.SIGKILL)
+    (work / "finish").touch()
+    out += read_rest(process)
+    assert process.returncode == 0 and "attempt 1" in out, out
+    wait_until_gone(work, 30)
+
+
+@ray_marker
+def test_a_replaced_node_that_cannot_start_says_why(work, arguments, ray_cluster):
+    argv = on_cpu(
+        arguments, *("cluster.n_nodes=2", "cluster.n_gpus_per_node=1", "tokenizer_path=until"), mode="sglang.d1+d1"
+    )
+    process = start(ray_cluster, argv)
+    wait_for(lambda: (work / "up0").exists())
+    (RUN / "job.json").write_text("{")
+    os.kill(json.loads((RUN / "status" / "node0.json").read_text())["pid"], signal.SIGKILL)
+    out = read_rest(process)
+    assert process.returncode == 2 and "error: node 0 cannot start: cannot read the job " in out, out
+    assert "Traceback" not in out
     wait_until_gone(work, 30)
 
 

@@ -93,6 +93,9 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     try:
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
+        if isinstance(error, RuntimeError) and dist.is_initialized():
+            # A collective: another rank has died, and the job starts again. Errors of reading arrive otherwise.
+            raise
         raise CheckpointError(f"{path} cannot be read ({_root_cause(error)}): it is incomplete") from error
     if with_optim:
         assert engine.optimizer is not None
