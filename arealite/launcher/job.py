@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,7 +33,7 @@ from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
 from arealite.utils.names import FileNames
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, tail
-from arealite.utils.rundir import RunDir, is_running_here, run_path, write_file
+from arealite.utils.rundir import RunDir, run_path, write_file
 from arealite.utils.startup import LAUNCHED_ENV, process_began
 from arealite.utils.status.writer import clear_status
 from arealite.utils.text import clean_stream, text_decoder
@@ -57,6 +58,18 @@ def name_checkpoint(job: Job, code: int) -> None:
     saved = sorted(job.run_dir.recover.glob("step*"))
     if code in INTERRUPTED and saved:
         print(f"the newest recover checkpoint is {saved[-1]}\nresume with: {job.resume}", flush=True)
+
+
+def _is_running_here(holder: str) -> bool:
+    """Whether `process 123 on host` is running on this machine."""
+    words = holder.split()
+    if len(words) < 4 or words[3] != os.uname().nodename:
+        return False
+    try:
+        return psutil.Process(int(words[1])).status() != psutil.STATUS_ZOMBIE
+    # A damaged lock file may name any number.
+    except (psutil.Error, ValueError, OverflowError):
+        return False
 
 
 class LogFollower:
@@ -256,7 +269,7 @@ class Job:
             nonlocal has_printed
             waited_s, limit_s = time.monotonic() - began, self.config.launcher.stop_timeout_s + _ENDING_S
             if not holder.endswith(f" {name}"):
-                return waited_s < limit_s and not is_running_here(holder)
+                return waited_s < limit_s and not _is_running_here(holder)
             # A node of an earlier attempt, or one that Ray has given up: it ends when it notices that.
             limit_s = max(limit_s, self.config.setup_timeout_s)
             if waited_s > limit_s:

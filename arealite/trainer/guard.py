@@ -5,11 +5,15 @@ to: the newest one at which no alarm was active and the reward was at its best u
 validation; at first the model before the first step. A rollback restores weights and optimizers of that checkpoint and
 halves the learning rate. Steps, data and versions go on: servers get the restored weights with the next update, and
 answers of the collapsed policy are off-policy data until they are too old.
+
+Rollbacks are stored in recover checkpoints, the checkpoint to go back to in `recover/guard.json`. A run that was killed
+before the checkpoint of a rollback was complete repeats the rollback when it resumes.
 """
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from arealite.api.errors import CheckpointError, CollapseError
 from arealite.api.io_struct import Stats, StepInfo
@@ -26,7 +30,7 @@ MAX_ROLLBACKS = 3
 
 @dataclass
 class _State:
-    """What a run that resumes must know, in `recover/guard.json`."""
+    """What a run that resumes must know. Of rollbacks, the copy in its checkpoint counts."""
 
     # Folder of the checkpoint to go back to.
     good: str = ""
@@ -51,6 +55,9 @@ class Guard:
         self.on_event: Callable[[str, str, int | None, Level], None] = lambda kind, text, step, level: None
         self._state = _State()
         self._file = recover.folder / "guard.json"
+        # Of the checkpoint that was loaded.
+        self._rollbacks: dict[str, Any] = {}
+        recover.optional_parts["guard"] = self
         # Steps after a rollback whose answers may be of the collapsed policy.
         self._num_old_steps = max_staleness + 1
 
@@ -68,19 +75,32 @@ class Guard:
         is_first = state.num_rollbacks > 0 and state.restarted_at == step and bool(state.restored)
         return int(state.restored.removeprefix("step")) if is_first else None
 
-    def resume(self, history: Iterable[StepStats], start: StepInfo | None) -> None:
-        """Continue with the steps so far. `start`, in a new run, is the position before its first step."""
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self._state).items() if key != "good"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rollbacks = state
+
+    def resume(self, history: Iterable[StepStats], first: int, start: StepInfo | None) -> None:
+        """Continue before step `first`. `start`, in a new run, is the position before its first step.
+
+        If the last step had collapsed and was not rolled back, `take_collapse` returns that.
+        """
         if self.rolls_back and start is not None:
             self.recover.save(start)
             self._keep(start)
         elif self.rolls_back:
-            self._state = _State(**broadcast_json(asdict(self._read()) if rank() == 0 else None))
+            stored = _State(**broadcast_json(asdict(self._read()) if rank() == 0 else None))
+            self._state = replace(stored, **self._rollbacks)
             self.recover.keep(self._state.good)
             self._scale_rates()
         for stats in history:
             if self._state.num_rollbacks and stats.get("step") == self._state.restarted_at:
                 self.alarms.restart(self._num_old_steps)
-            self.alarms.check(stats)
+            collapses = [alarm for alarm in self.alarms.check(stats) if alarm.is_collapse]
+            is_open = self.rolls_back and stats.get("step") == first - 1 and self._state.restarted_at != first
+            if collapses and is_open:
+                self.collapse = collapses[0]
 
     def check(self, stats: Stats, step: int | None = None) -> Stats:
         """Show new alarms; return how many there are, and `alarm/NAME` for each."""
@@ -129,7 +149,7 @@ class Guard:
         for engine in self.recover.engines.values():
             engine.set_version(info.global_step + 1)
         self.alarms.restart(self._num_old_steps)
-        # A run that resumes goes on from here, not from the collapsed policy.
+        # A run that resumes goes on from here, not from the collapsed policy. It has the new state with the weights.
         self.recover.save(info)
         self.recover.wait()
         self._write()

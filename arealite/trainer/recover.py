@@ -33,6 +33,7 @@ from arealite.utils.rundir import RunDir
 
 _STATE = "state.json"
 _SUMS = "sums-"
+_REPLACED = "replaced"
 _CHUNK_BYTES = 1 << 24
 
 
@@ -53,6 +54,8 @@ class Recover:
         self.folder = run_dir.recover
         self.engines = engines
         self.parts = parts or {}
+        # Parts that a checkpoint of another version may lack.
+        self.optional_parts: dict[str, Any] = {}
         self.frequency = Frequency(config)
         # The newest checkpoint that this process has loaded or written.
         self._newest: Path | None = None
@@ -81,6 +84,8 @@ class Recover:
         self._load_engines(path)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
+        for name in self.optional_parts.keys() & state["parts"].keys():
+            self.optional_parts[name].load_state_dict(state["parts"][name])
         self._newest = path if path.parent == self.folder else None
         return StepInfo(**state["step"])
 
@@ -97,6 +102,8 @@ class Recover:
     def _find_newest_good(self) -> Path | None:
         """Return the newest checkpoint whose checksums match; each rank checks its share of the files."""
         # Rank 0 lists them: other machines may see changes in a shared folder later.
+        if rank() == 0:
+            _put_back_replaced(self.folder)
         paths = [Path(path) for path in broadcast_json(list(map(str, list_complete(self.folder))))]
         for path in paths:
             damage = find_damage(path, rank(), world_size())
@@ -166,7 +173,8 @@ class Recover:
         parts: dict[str, Any] = {}
         with on_all_ranks(f"the recover checkpoint {self.path(info)}"):
             if rank() == 0:
-                parts = {name: part.state_dict() for name, part in self.parts.items()}
+                every = {**self.parts, **self.optional_parts}
+                parts = {name: part.state_dict() for name, part in every.items()}
         copies = self._writer.copy_state()
         if copies is None:
             self._write(info, parts, None, None)
@@ -231,9 +239,13 @@ class Recover:
         own = json.dumps({_STATE: _checksum(writing / _STATE)})
         (writing / f"{_SUMS}{_STATE}").write_text(own)
         final = self.path(info)
-        # An earlier attempt may have reached the same step.
-        shutil.rmtree(final, ignore_errors=True)
+        # An earlier attempt may have reached the same step, or a rollback replaces it. It may be the only good one.
+        replaced = final.with_name(final.name.replace("step", _REPLACED))
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
         writing.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _check_contents(self, state: dict[str, Any], path: str) -> None:
         for kind, want in (("engines", self.engines), ("parts", self.parts)):
@@ -250,6 +262,16 @@ def list_complete(folder: Path) -> list[Path]:
     # A copy such as `step000004.bak` is not one.
     named = [p for p in folder.glob("step*") if p.name.removeprefix("step").isdecimal()]
     return sorted((p for p in named if (p / _STATE).is_file()), key=_number, reverse=True)
+
+
+def _put_back_replaced(folder: Path) -> None:
+    """Put back a checkpoint that a crash has left without its replacement; delete one that was replaced."""
+    for path in list(folder.glob(f"{_REPLACED}*")):
+        final = path.with_name(path.name.replace(_REPLACED, "step"))
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
 
 
 def _number(path: Path) -> int:

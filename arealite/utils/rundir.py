@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.config import public_yaml
@@ -220,18 +218,6 @@ class RunDir:
                     "%s does not support locks (%s): make sure that no other run uses it", self.path, error.strerror
                 )
             pause.wait(_POLL_INTERVAL_S)
-
-
-def is_running_here(owner: str) -> bool:
-    """Whether `process 123 on host` is running on this machine."""
-    words = owner.split()
-    if len(words) < 4 or words[3] != os.uname().nodename:
-        return False
-    try:
-        return psutil.Process(int(words[1])).status() != psutil.STATUS_ZOMBIE
-    # A damaged lock file may name any number.
-    except (psutil.Error, ValueError, OverflowError):
-        return False
 
 
 def _is_free_or_ours(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """The lock of a run directory between attempts of one job: processes of the attempt before may still be ending."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,3 +85,14 @@ def test_another_job_is_refused_at_once(job, start_holder):
     other = Job(job.config, "script.py", [], [[0]], False)
     with pytest.raises(ConfigError, match=rf"another run uses .*\(process {holder.pid} on .* of job {job.id}\)"):
         other.save()
+
+
+@pytest.mark.parametrize("content", ["", "process x on {host}", "process 99999999999999999999 on {host}", "\x1b[2J\0"])
+def test_a_damaged_lock_file_names_no_process_that_runs(job, start_holder, monkeypatch, content):
+    monkeypatch.setattr(job_module, "_ENDING_S", 0.0)
+    job.config.launcher.stop_timeout_s = 0.1
+    job.save()
+    start_holder(job)
+    (job.run_dir.path / "lock").write_text(content.format(host=os.uname().nodename))
+    with pytest.raises(ConfigError, match="another run uses"):
+        job.save()

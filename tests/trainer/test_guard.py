@@ -1,6 +1,8 @@
 """What a run does when its policy collapses: `on_collapse` of warn, stop and rollback."""
 
+import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from arealite.engine.fsdp.parallel import local
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.trainer.evaluator import BlockingEvaluator
 from arealite.trainer.guard import MAX_ROLLBACKS, Guard
+from arealite.trainer.recover import Recover
 from arealite.trainer.run import Run
 from arealite.utils.config import COLLAPSED, run_main
 from tests.engine.engine_testing import Ranks, engine_config
@@ -80,7 +83,7 @@ def test_a_warning_is_shown_once_and_recorded(config, capfd):
 
 def test_alarms_are_events_with_their_step(tmp_path):
     events = []
-    guard = Guard("warn", SimpleNamespace(folder=tmp_path), 0)  # type: ignore[arg-type]
+    guard = Guard("warn", SimpleNamespace(folder=tmp_path, optional_parts={}), 0)  # type: ignore[arg-type]
     guard.on_event = lambda *event: events.append(event)
     for step in range(4):
         guard.check({"behav_kl/k3": 0.2}, step)
@@ -142,6 +145,68 @@ def test_a_run_that_resumes_keeps_rate_checkpoint_and_history(config, tmp_path):
     (tmp_path / "e" / "t" / "recover" / "guard.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"guard\.json is damaged"):
         train(config, collapsing)
+
+
+class _Killed(BaseException):
+    """Ends a run as a kill does: nothing of it is handled."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "freq_steps"),
+    [
+        ("before the checkpoint", 1),
+        ("before the checkpoint", 4),
+        ("while it replaces another", 1),
+        ("before guard.json", 4),
+        ("after", 4),
+    ],
+)
+def test_a_kill_at_any_moment_of_a_rollback_resumes_before_or_after_it(config, monkeypatch, moment, freq_steps):
+    config.on_collapse, config.recover.freq_steps = "rollback", freq_steps
+    collapsing = lambda step: 0.0 if 20 <= step < 23 else 0.5  # noqa: E731
+    whole, expected = train(_renamed(config, "whole"), collapsing, 28)
+    assert read_stats(whole)[-1]["rollbacks"] == 1
+
+    def kill(*_: object) -> None:
+        raise _Killed
+
+    def arm(guard: Guard, name: str) -> None:
+        """Kill at the chosen moment of a rollback."""
+        restore(guard.recover, name)
+        if moment == "before the checkpoint":
+            monkeypatch.setattr(guard.recover, "save", kill)
+        elif moment == "while it replaces another":
+            monkeypatch.setattr(Path, "rename", lambda path, to: kill() if path.name == "writing" else rename(path, to))
+        elif moment == "before guard.json":
+            monkeypatch.setattr(guard, "_write", kill)
+        else:
+            monkeypatch.setattr(guard, "on_event", kill)
+
+    rename, restore = Path.rename, Recover.restore_engines
+    guards: list[Guard] = []
+    init = Guard.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "__init__", lambda self, *args: (guards.append(self), init(self, *args))[1])
+        patch.setattr(Recover, "restore_engines", lambda recover, name: arm(guards[-1], name))
+        with pytest.raises(_Killed):
+            train(config, collapsing, 28)
+    monkeypatch.undo()
+    run, weights = train(config, collapsing, 28)
+    alarm = next(s["step"] for s in read_stats(run) if s["alarms"])
+    is_complete = moment in ("before guard.json", "after")
+    # Every step has a checkpoint, or the last one before the collapse is that of step 20.
+    assert min(weights) == (alarm + 1 if is_complete or freq_steps == 1 else 20)
+    # From there on nothing differs from a run that was not killed.
+    assert weights == {step: expected[step] for step in weights}
+    columns = ("lr", "rollbacks", "alarms")
+    lines, others = ([[s[c] for c in columns] for s in read_stats(r)] for r in (run, whole))
+    assert lines[alarm + 1 :] == others[alarm + 1 :] and lines[-1][:2] == [LR / 2, 1]
+
+
+def _renamed(config, name: str):
+    made = copy.deepcopy(config)
+    made.trial_name = name
+    return made
 
 
 def test_the_best_validation_is_what_a_rollback_goes_back_to(config):
