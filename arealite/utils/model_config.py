@@ -36,6 +36,8 @@ STAGED_FAMILIES = (
     "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 
+# Families that cap attention logits unless their config.json says otherwise.
+_CAPPED = ("gemma2", "vaultgemma")
 # Keys of the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -100,7 +102,7 @@ def check_experts(family: str, num_experts: int, layout: ParallelStrategy) -> No
 
 
 def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int, in_low_bits: bool = False) -> None:
-    """Check stages and experts of the model in a local folder; what a hub name holds is not known yet."""
+    """Check that ranks can train the model in a local folder; what a hub name holds is not known yet."""
     file = Path(path).expanduser() / "config.json"
     if file.is_file():
         config = _read_object(file)
@@ -108,9 +110,18 @@ def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int, i
         if layout.pipeline > 1:
             check_stages(family, config.get("num_hidden_layers"), layout.pipeline * stages_per_rank)
         text = config.get("text_config", config)
+        kind = str(text.get("model_type", family))
+        reject_capped_attention(kind, text.get("attn_logit_softcapping", kind in _CAPPED))
         experts = next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0)
         check_experts(family, experts, layout)
         reject_low_bit_experts(family, experts if in_low_bits else 0)
+
+
+def reject_capped_attention(family: str, cap: float | None) -> None:
+    if cap:
+        raise ConfigError(
+            f"model type {family!r} caps attention logits, but packed attention does not: train another model"
+        )
 
 
 def reject_low_bit_experts(family: str, num_experts: int) -> None:

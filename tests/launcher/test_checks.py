@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.launcher import local, slurm
+from arealite.utils.model_config import check_layout_of
 
 READS_DATASETS = """
 from arealite.api.cli_args import GRPOConfig
@@ -55,6 +57,17 @@ def test_a_hub_dataset_without_the_package_for_it(refused, work, arguments, caps
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_a_server_that_is_not_installed(refused):
     refused("vllm is not installed in", mode="vllm.d1+d1")
+
+
+@pytest.mark.parametrize("values", [{"attn_logit_softcapping": 50.0}, {}])
+@pytest.mark.parametrize("key", ["actor", "ref"])
+def test_a_model_that_can_only_be_served(refused, work, values, key):
+    (work / "gemma").mkdir()
+    file = work / "gemma" / "config.json"
+    file.write_text(json.dumps({"model_type": "gemma2"} | values))
+    refused(rf"{key}\.path: model type 'gemma2' caps attention logits, but packed", f"{key}.path=./gemma")
+    file.write_text(json.dumps({"model_type": "gemma2", "attn_logit_softcapping": None}))
+    check_layout_of("gemma", ParallelStrategy(), 1)
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])

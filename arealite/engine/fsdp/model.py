@@ -53,7 +53,7 @@ from arealite.utils.decoders import (
     original_length,
     read_model_config,
 )
-from arealite.utils.model_config import check_model
+from arealite.utils.model_config import check_model, reject_capped_attention
 
 # The key that a micro-batch has if it holds no token of the batch.
 FILLER = "is_filler"
@@ -263,10 +263,7 @@ def resolve_path(path: str) -> Path:
 def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
     config = read_model_config(folder, with_images=not scalar_head)
     text = config.get_text_config()
-    if getattr(text, "attn_logit_softcapping", None):
-        raise ConfigError(
-            f"model type {text.model_type!r} caps attention logits, but packed attention does not: train another model"
-        )
+    reject_capped_attention(text.model_type, getattr(text, "attn_logit_softcapping", None))
     if scalar_head:
         config.num_labels = 1
     return config
