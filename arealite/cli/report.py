@@ -2,7 +2,8 @@
 
 Shows a sample of the steps, the time per phase, what the trainer waited for, all evaluations, the outcome of the
 episodes, and a few rollouts as text. `--what-if servers=2` predicts the run with other settings, from its recorded
-durations; `--json` prints waits and predictions for programs. Only reads the run directory.
+durations; `--json` prints waits and predictions for programs. Of a run without a finished step it says what
+`arealite doctor` finds. Changes nothing in the run directory.
 """
 
 import contextlib
@@ -21,6 +22,9 @@ from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.arguments import ArgumentParser
 from arealite.cli.foresight import analyse, answer_lines, wait_lines
 from arealite.core.ledger.reading import open_ledger
+from arealite.doctor.collect import collect
+from arealite.doctor.evidence import read_evidence
+from arealite.doctor.rules import diagnose
 from arealite.trainer.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import SUPERVISED_COLUMNS, read_stats
 from arealite.utils.config import print_to_pipe, run_main
@@ -30,6 +34,8 @@ from arealite.utils.text import clean
 from arealite.utils.trace.trace_file import Lane, read_trace
 
 _MAX_TEXT = 400
+# Lines about a run without a finished step, and how long a wait of it may take.
+_MAX_EVIDENCE, _PATIENCE_S = 8, 60.0
 _STARTUP = "time/startup/"
 _right = partial(rich_table.Column, justify="right")
 
@@ -72,8 +78,9 @@ def main(argv: list[str]) -> None:
     evaluations = [(step["step"], step) for step in every if set_names(step)]
     if evaluations:
         console.print(evaluation_table(evaluations))
-    elif not steps:
-        console.print("no step is finished yet; see logs/", markup=False)
+    if not steps:
+        for line in no_step_lines(run_dir, is_evaluated=bool(evaluations)):
+            console.print(line, markup=False, soft_wrap=True, highlight=False)
     if run_dir.db_path.exists():
         try:
             with contextlib.closing(open_ledger(run_dir.db_path)) as database:
@@ -83,6 +90,30 @@ def main(argv: list[str]) -> None:
             raise CheckpointError(
                 f"cannot read the ledger {run_dir.db_path}: {error}. It is damaged or of another arealite version"
             ) from error
+
+
+def no_step_lines(run_dir: RunDir, is_evaluated: bool = False) -> list[str]:
+    """Say why a run has no finished step, by what that is seen, and what to do."""
+    case = collect(run_dir.path, _PATIENCE_S, with_stacks=False)
+    read_evidence(case)
+    finding = diagnose(case)[0]
+    is_over = not any(process.is_running for process in case.processes)
+    if finding.kind == "finished" and is_evaluated:
+        return []
+    if finding.kind == "healthy" or (not case.processes and run_dir.is_in_use()):
+        return [f"no step is finished yet: the run goes on; {run_dir.logs} shows what it does"]
+    verdict, remedy = finding.verdict, f"{finding.remedy}. `arealite doctor {run_dir.path}` shows more"
+    if finding.kind == "finished":
+        verdict += " without an error"
+        remedy = f"see {run_dir.logs}, and check total_train_steps"
+    elif finding.kind == "no_status" and run_dir.logs.is_dir() and any(run_dir.logs.iterdir()):
+        verdict = "the run has ended, or was made by another version: no process of it has left a status"
+        remedy = f"see {run_dir.logs}, and start the run again with recover.mode=auto"
+    elif finding.kind == "no_status":
+        verdict, remedy = "nothing has run here: there are no logs", "start the run, or give the folder of another"
+    lines = [f"no step is finished{'' if is_over else ' yet'}: {verdict}"]
+    lines += [f"  - {text}" for text in finding.evidence[:_MAX_EVIDENCE]]
+    return [clean(line) for line in (*lines, f"what to do: {remedy}")]
 
 
 def steps_table(steps: list[dict[str, Any]], num_rows: int, width: int) -> Table:

@@ -31,6 +31,7 @@ logger = logging.getLogger("arealite.rundir")
 # A lock on a shared folder cannot notify: it is polled.
 _POLL_INTERVAL_S = 0.1
 _SEGMENT = re.compile(r"arealite-[0-9a-f]{32}")
+_RUN_HINT = "give the folder of a run, {cluster.fileroot}/{experiment_name}/{trial_name}"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -76,12 +77,12 @@ class RunDir:
     def check(self) -> None:
         """Raise `ConfigError` if no run has written here; the message names runs in folders below."""
         if not self.path.is_dir():
-            raise ConfigError(f"there is no run directory {self.path}")
+            raise ConfigError(f"there is no run directory {self.path}: {_RUN_HINT}")
         if any(path.exists() for path in (self.config_path, self.stats_path, self.db_path)):
             return
         below = sorted({path.parent for depth in ("*", "*/*") for path in self.path.glob(f"{depth}/config.yaml")})
         names = ", ".join(os.path.relpath(path) for path in below[:5])
-        hint = f". Runs below it: {names}{', …' if len(below) > 5 else ''}" if below else ""
+        hint = f". Runs below it: {names}{', …' if len(below) > 5 else ''}" if below else f": {_RUN_HINT}"
         raise ConfigError(f"{self.path} is not a run directory: it has no {self.config_path.name}{hint}")
 
     def write_key(self, key: str | None) -> None:

@@ -1,6 +1,8 @@
 import json
 import re
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 
@@ -66,15 +68,80 @@ def test_alarms_are_listed_by_step(run_dir, capsys):
 
 def test_a_run_that_has_just_begun(tmp_path, capsys):
     run_dir = RunDir(tmp_path / "demo" / "reverse").create()
-    with pytest.raises(ConfigError, match=r"reverse is not a run directory: it has no config.yaml$"):
+    with pytest.raises(ConfigError, match=r"reverse is not a run directory: it has no config.yaml: give the folder of"):
         main([str(run_dir.path)])
     run_dir.config_path.write_text("")
     main([str(run_dir.path)])
-    assert "no step is finished yet" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no step is finished: nothing has run here: there are no logs\nwhat to do: start the run, or give" in out
+    with run_dir.lock():
+        main([str(run_dir.path)])
+    assert "no step is finished yet: the run goes on" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"is not a run directory: .* Runs below it: .*demo/reverse"):
         main([str(tmp_path)])
-    with pytest.raises(ConfigError, match="there is no run directory"):
+    with pytest.raises(ConfigError, match=r"there is no run directory .*: give the folder of a run"):
         main([str(tmp_path / "none")])
+
+
+# A trainer that ends in some way before its first step, or waits for the end of its input.
+TRAINER = """
+import os, signal, sys
+from arealite.api.errors import ServerError
+from arealite.utils.status.writer import status
+status.begin(sys.argv[1], "rank0", "trainer", has_thread=False)
+if sys.argv[2] == "fails":
+    status.note_error(ServerError("[bold]no server answers"))
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "stopped":
+    status.note_error(KeyboardInterrupt())
+if sys.argv[2] == "runs":
+    print("begun", flush=True)
+    sys.stdin.read()
+status.end("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "verdict", "remedy"),
+    [
+        ("fails", "the run has ended with an error: ServerError: [bold]no server answers", "recover.mode=auto"),
+        ("killed", "the run is dead: rank0 ended without a word: SIGKILL", "see `dmesg` for a reason"),
+        ("stopped", "the run was stopped by SIGINT (Ctrl+C)", "recover.mode=auto"),
+        ("ends", "the run has ended without an error", "check total_train_steps"),
+    ],
+)
+def test_a_run_that_ended_before_its_first_step_says_how(tmp_path, capsys, how, verdict, remedy):
+    run_dir = RunDir(tmp_path).create()
+    run_dir.config_path.write_text("")
+    (run_dir.logs / "rank0.log").write_text("the last line\x1b[31m\n")
+    warm_python.run(["-c", TRAINER, tmp_path, how], timeout=60)
+    main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"no step is finished: {verdict}" in out and "\x1b" not in out
+    (todo,) = [line for line in out.splitlines() if line.startswith("what to do: ")]
+    assert remedy in todo
+
+
+def test_a_run_that_is_before_its_first_step_goes_on(tmp_path, capsys):
+    run_dir = RunDir(tmp_path).create()
+    run_dir.config_path.write_text("")
+    command = [sys.executable, "-c", TRAINER, str(tmp_path), "runs"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "begun\n"
+        main([str(tmp_path)])
+        trainer.communicate()
+    assert f"no step is finished yet: the run goes on; {run_dir.logs} shows" in capsys.readouterr().out
+
+
+def test_logs_without_a_status_are_those_of_a_run_that_ended(tmp_path, capsys):
+    run_dir = RunDir(tmp_path).create()
+    run_dir.config_path.write_text("")
+    (run_dir.logs / "node0.log").write_text("error: no such model\n")
+    main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "no step is finished: the run has ended, or was made by another version" in out
+    assert "  - node0: error: no such model\nwhat to do: see " in out
 
 
 def test_it_only_reads(run_dir):
