@@ -16,7 +16,7 @@ from arealite.core.foresee.step_curve import StepCurve, slower_than
 _SERVER, _TRAINER = 1 / 2.4, 1 / 1.3
 # With less time in which both work, a recording says nothing about it.
 _MIN_OVERLAP = 0.1
-_SLOWEST = 0.05
+SLOWEST = 0.05
 
 
 class GpuShare(NamedTuple):
@@ -48,4 +48,4 @@ def fit_gpu_share(use: ServerUse, curve: StepCurve, overlap: float) -> tuple[Gpu
         return assumed, curve.scaled(1 - overlap * (1 - assumed.server))
     # In the rest of the time servers had the GPU to themselves.
     server = 1 - (1 - 1 / slower) / overlap
-    return GpuShare(max(_SLOWEST, server), is_known=True), curve
+    return GpuShare(max(SLOWEST, server), is_known=True), curve

@@ -20,6 +20,8 @@ from arealite.utils.step_context import StepContext
 
 GENERATE = "generate"
 _NUM_DRAWN = 8
+# An episode with a larger share of its time before the first batch is asked for does not count.
+_EARLY = 0.1
 
 
 class Speed(Protocol):
@@ -154,20 +156,21 @@ def mean_generated(works: RecordedWork, recording: Recording) -> float:
 
 
 def _typical(recording: Recording, works: list[list[float]]) -> list[list[float]]:
-    """Give episodes that ended before the trainer asked for its first batch the work of later ones.
+    """Give episodes that ran before the trainer asked for its first batch the work of later ones.
 
     The trainer compiled its model meanwhile and processes for rewards started: all took longer than later. A later
     episode has the same parts and, of a few that are drawn, the nearest number of tokens.
     """
     started, began = recording.started, recording.steps[0].ready_at - recording.steps[0].waited_s
+    is_early = [began - episode.started_at > _EARLY * episode.seconds for episode in started]
     later: dict[tuple[str, ...], list[int]] = {}
     for number, episode in enumerate(started):
-        if episode.finished_at > began and episode.state != "running":
+        if not is_early[number] and episode.state != "running":
             later.setdefault(_kinds(episode), []).append(number)
     result = list(works)
     for number, episode in enumerate(started):
         others = later.get(_kinds(episode), ())
-        if episode.finished_at <= began and others:
+        if is_early[number] and others:
             drawn = random.Random(episode.number).choices(others, k=_NUM_DRAWN)
             like = min(drawn, key=lambda other: abs(started[other].tokens - episode.tokens))
             result[number] = list(works[like])

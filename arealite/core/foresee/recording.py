@@ -119,6 +119,8 @@ class Recording:
     unfinished: Sequence[PlayedEpisode] = ()
     # What is missing, for the reader of a report.
     notes: list[str] = field(default_factory=list)
+    # Tokens of the longest answer of episodes whose text is kept, by number.
+    longest: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def started(self) -> list[PlayedEpisode]:
@@ -147,6 +149,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
             ready = dict(db.execute(_READY_QUERY).fetchall())
             samples = db.execute(_SERVERS_QUERY).fetchall()
             server_use = read_server_use(db)
+            longest = dict(db.execute(_LONGEST_QUERY).fetchall())
     except sqlite3.Error as error:
         raise RecordingError(
             f"cannot read the ledger {path}: {error}. It is damaged or of another arealite version"
@@ -170,6 +173,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
         any(line.get("gpu/shared") for line in used) or any(address == _OWN_ENGINE for _, address, *_ in samples),
         _unfinished(running, steps, episodes),
         notes,
+        longest,
     )
 
 
@@ -178,6 +182,7 @@ _READY_QUERY = (
     "SELECT step, MAX(ended_at) FROM episodes WHERE source != 'direct' AND state = 'trained' AND step IS NOT NULL "
     "GROUP BY step"
 )
+_LONGEST_QUERY = "SELECT episode, MAX(answer_tokens) FROM rollouts WHERE source != 'direct' GROUP BY episode"
 _SERVERS_QUERY = "SELECT time, address, running, generated_tokens, waiting FROM servers ORDER BY time"
 
 

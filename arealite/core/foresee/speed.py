@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from arealite.core.foresee.core_sharing import CoreUse, Speeds
-from arealite.core.foresee.gpu_sharing import GpuShare, fit_gpu_share
-from arealite.core.foresee.recorded_work import Timeline
+from arealite.core.foresee.gpu_sharing import SLOWEST, GpuShare, fit_gpu_share
+from arealite.core.foresee.recorded_work import GENERATE, Timeline, recorded_work
 from arealite.core.foresee.recording import Recording
 from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
 from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 _MIN_RATES = 6
+# Of so many episodes the mean length of the longest answer is known.
+_MIN_LENGTHS = 20
 
 
 class GenerationSpeed(NamedTuple):
@@ -71,6 +73,12 @@ def fit_speed(recording: Recording, latency_s: float | None = None) -> Generatio
     if curve is None or (shared is None and recording.server_use.cpu_s is not None):
         return _fit_to_rates(recording, _samples_at_once(recording, Timeline(recording)))
     latency_s = Timeline(recording).latency_s() if latency_s is None else latency_s
+    return _of_curve(recording, curve, shared, latency_s)
+
+
+def _of_curve(
+    recording: Recording, curve: StepCurve, shared: CoreUse | GpuShare | None, latency_s: float
+) -> GenerationSpeed:
     timeline = Timeline(recording, latency_s)
     samples = _samples_at_once(recording, timeline)
     prompts = sum(row.prompt_tokens for row in recording.server_use.steps) / max(1, timeline.num_generations)
@@ -93,7 +101,41 @@ def fit_devices(recording: Recording) -> tuple[StepCurve | None, CoreUse | GpuSh
     if curve is None or use.cpu_s is not None:
         return curve, recording.cores
     share, curve = fit_gpu_share(use, curve, Timeline(recording).overlap())
-    return curve, share if recording.shares_gpu else None
+    if not recording.shares_gpu:
+        return curve, None
+    return curve, _fit_to_lengths(recording, curve, share) if share.is_known else share
+
+
+def _fit_to_lengths(recording: Recording, curve: StepCurve, share: GpuShare) -> GpuShare:
+    """Return the share with which episodes have as many steps as their longest answers have tokens.
+
+    Servers also stop while weights are updated, which the seconds of their steps do not show. The steps of an episode
+    grow with the share.
+    """
+    tried, steps = (share.server, share.server / 2), []
+    for server in tried:
+        speed = _of_curve(recording, curve, share._replace(server=server), 0.0)
+        found = _generated_once(recording, recorded_work(recording, speed).episodes)
+        if len(found) < _MIN_LENGTHS:
+            return share
+        steps.append(sum(work for work, _ in found))
+    tokens = sum(longest for _, longest in found)
+    slope = (steps[0] - steps[1]) / (tried[0] - tried[1])
+    if slope <= 0:
+        return share
+    server = tried[0] + (tokens - steps[0]) / slope
+    return share._replace(server=min(1.0, max(SLOWEST, server)))
+
+
+def _generated_once(recording: Recording, works: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Return the work of episodes with one generation, and the tokens of their longest answer."""
+    began = recording.steps[0].ready_at - recording.steps[0].waited_s
+    found = []
+    for episode, parts in zip(recording.started, works, strict=True):
+        generated = [work for (kind, _), work in zip(episode.parts, parts, strict=True) if kind == GENERATE]
+        if episode.number in recording.longest and len(generated) == 1 and episode.started_at > began:
+            found.append((generated[0], recording.longest[episode.number]))
+    return found
 
 
 def _samples_at_once(recording: Recording, timeline: Timeline) -> float:

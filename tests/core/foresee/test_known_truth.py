@@ -10,7 +10,7 @@ from arealite.core.foresee.prompt_passes import PromptPasses
 from arealite.core.foresee.recorded_work import recorded_work
 from arealite.core.foresee.recording import PlayedEpisode, PlayedStep, Recording, Settings
 from arealite.core.foresee.resources import ServerUse, StepTime
-from arealite.core.foresee.speed import GenerationSpeed
+from arealite.core.foresee.speed import GenerationSpeed, fit_speed
 from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
 from arealite.core.foresee.what_if import WhatIf, parse_question
 from tests.core.foresee.token_world import World, record
@@ -187,7 +187,8 @@ def test_what_ran_while_the_trainer_started_gets_the_work_of_later_episodes():
         return PlayedEpisode(number, "trained", 0, None, 1, tokens, end - seconds - reward_s, end, parts)
 
     early = [
-        episode(0, 5.0, 100, 3.0, 2.0),
+        # Ended after the trainer had asked for its first batch.
+        episode(0, 13.0, 100, 3.0, 2.0),
         episode(1, 5.0, 20, 2.0, 1.0),
         episode(2, 5.0, 20, 2.0, 1.0, ("tool", 1.0)),
     ]
@@ -229,3 +230,20 @@ def test_the_share_of_a_gpu_by_hand(overlap, trial, server, scale):
     found, scaled = fit_gpu_share(use, curve, overlap)
     assert found.server == pytest.approx(server) and found.is_known == (trial and overlap > 0)
     assert scaled.at(8) == pytest.approx(scale)
+
+
+def test_the_share_of_a_gpu_follows_from_the_lengths_of_answers():
+    recording = record(GPU, 1, 12)
+    speed = fit_speed(recording)
+    works = recorded_work(recording, speed).episodes
+    # Servers stopped at times, so that answers are shorter than the seconds of steps say.
+    longest = {e.number: round(0.85 * sum(work)) for e, work in zip(recording.started, works, strict=True)}
+    known = replace(recording, longest=longest)
+    found = fit_speed(known)
+    assert found.shared.server < 0.9 * speed.shared.server
+    began = recording.steps[0].ready_at - recording.steps[0].waited_s
+    pairs = zip(recording.started, recorded_work(known, found).episodes, strict=True)
+    later = [(sum(work), longest[e.number]) for e, work in pairs if e.started_at > began]
+    assert sum(work for work, _ in later) == pytest.approx(sum(tokens for _, tokens in later), rel=0.03)
+    few = replace(recording, longest=dict(list(longest.items())[-10:]))
+    assert fit_speed(few).shared == speed.shared
