@@ -34,7 +34,7 @@ from arealite.utils.text import clean
 from arealite.utils.trace.trace_file import Lane, read_trace
 
 _MAX_TEXT = 400
-# Lines about a run without a finished step, and how long a wait of it may take.
+# Of a run without a finished step: most lines of evidence, and the wait of a process that counts as a hang.
 _MAX_EVIDENCE, _PATIENCE_S = 8, 60.0
 _STARTUP = "time/startup/"
 _right = partial(rich_table.Column, justify="right")
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 
 def no_step_lines(run_dir: RunDir, is_evaluated: bool = False) -> list[str]:
-    """Say why a run has no finished step, by what that is seen, and what to do."""
+    """Say why a run has no finished step, the evidence for it, and what to do."""
     case = collect(run_dir.path, _PATIENCE_S, with_stacks=False)
     read_evidence(case)
     finding = diagnose(case)[0]

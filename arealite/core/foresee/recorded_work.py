@@ -20,7 +20,7 @@ from arealite.utils.step_context import StepContext
 
 GENERATE = "generate"
 _NUM_DRAWN = 8
-# An episode with a larger share of its time before the first batch is asked for does not count.
+# An episode is not typical if a larger share of its time lies before the trainer asked for its first batch.
 _EARLY = 0.1
 
 

@@ -20,7 +20,7 @@ from arealite.core.foresee.step_curve import StepCurve, fit_step_curve
 from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 _MIN_RATES = 6
-# Of so many episodes the mean length of the longest answer is known.
+# The longest answers of fewer episodes do not give a reliable mean.
 _MIN_LENGTHS = 20
 
 
