@@ -93,9 +93,9 @@ LARGE = (
     "train-32B-lora-nf4",
 )  # fmt: skip
 SERVERS: dict[str, tuple[str, dict, float]] = {
-    "server-0.5B": ("0.5B", {}, 60),
-    "server-1.5B": ("1.5B", {"mem_fraction": 0.4}, 60),
-    "server-7B": ("7B", {}, 60),
+    "server-0.5B": ("0.5B", {"max_running_requests": 256}, 60),
+    "server-1.5B": ("1.5B", {"mem_fraction": 0.4, "max_running_requests": 256}, 60),
+    "server-7B": ("7B", {"max_running_requests": 256}, 60),
 }
 ORDER = ("train-0.5B", "train-1.5B", "train-7B", "server-0.5B", "server-1.5B", "server-7B")
 

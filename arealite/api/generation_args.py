@@ -13,6 +13,9 @@ from arealite.api.config_field import help_field as _help
 
 # A server that listens on one of these is reached from its own machine only.
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+# Sequences that the embedded server decodes at once by default: at least, and on a GPU at most. More make a training
+# run no faster, and their tokens older.
+FEW_RUNNING, MOST_RUNNING = 256, 512
 
 
 @dataclass
@@ -119,7 +122,11 @@ class ServerConfig(Section):
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
     port: int = _help("Port to listen on; 0 takes a free one.", 0, PORT)
     api_key: str | None = _help("Bearer token that requests must carry.", None, secret=True)
-    max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
+    max_running_requests: int | None = _help(
+        "Sequences decoded at once; null: 256, and on a GPU up to 512 if the KV cache has 1024 tokens for each.",
+        None,
+        AT_LEAST_1,
+    )
     max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None, AT_LEAST_1)
     context_length: int | None = _help(
         "Longest prompt plus continuation, in tokens; null: the model's.", None, AT_LEAST_1

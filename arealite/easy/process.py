@@ -48,13 +48,13 @@ def borrowed_process(log_path: Path, num_threads: int) -> Iterator[None]:
             stack.callback(transformers_logging.enable_progress_bar)
         if not dist.is_initialized():
             stack.callback(destroy_process_group)
-        if not gc.get_freeze_count():
-            # The executor exempts all objects from garbage collection.
-            stack.callback(gc.unfreeze)
         if torch.cuda.is_available():
             stack.callback(torch.cuda.empty_cache)
         # Frees the engines: they are part of reference cycles.
         stack.callback(gc.collect)
+        if not gc.get_freeze_count():
+            # A run exempts its objects from garbage collection; called first.
+            stack.callback(gc.unfreeze)
         yield
 
 

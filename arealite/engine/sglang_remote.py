@@ -8,6 +8,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from itertools import chain
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -59,6 +60,8 @@ class SGLangClient(ServerClient):
             body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
+        if server.is_arealite and progress.request.on_tokens is None:
+            body["flat_logprobs"] = True
         if progress.request.on_tokens is not None:
             answers = await self._stream(server, progress, body)
         else:
@@ -301,18 +304,22 @@ def _version_fields(server: Server, meta: WeightUpdateMeta) -> dict[str, Any]:
 
 def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -> Piece:
     meta = answer["meta_info"]
-    entries = meta["output_token_logprobs"]
     reason = meta["finish_reason"]["type"]
     if reason == "abort" and meta["finish_reason"].get("status_code"):
         status = int(meta["finish_reason"]["status_code"])
         raise HttpError(f"{server.url}/generate", status, str(meta["finish_reason"].get("message")))
     if reason not in ("stop", "length", "abort"):
         raise ServerError(f"{server.address} ended a request for an unknown reason: {reason!r}")
-    tokens = [entry[1] for entry in entries]
-    logprobs = [entry[0] for entry in entries]
+    if "output_logprobs" in meta:
+        tokens, logprobs = answer["output_ids"], meta["output_logprobs"]
+    else:
+        logprobs, tokens = ([entry[i] for entry in meta["output_token_logprobs"]] for i in range(2))
+    if len(tokens) != len(logprobs):
+        raise ServerError(f"{server.address} sent {len(logprobs)} log-probs for {len(tokens)} tokens")
     spans = meta.get("weight_versions")
     if spans:
-        versions = [read_version(span["version"], held) for span in spans for _ in range(span["start"], span["end"])]
+        parts = [[read_version(span["version"], held)] * (span["end"] - span["start"]) for span in spans]
+        versions = list(chain.from_iterable(parts))
         if len(versions) != len(tokens):
             raise ServerError(f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens")
     else:

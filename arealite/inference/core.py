@@ -46,7 +46,7 @@ class EngineCore:
     """Call `attach` once, then `step` while `can_step`. All other methods are calls between two steps."""
 
     def __init__(self, config: ServerConfig, weights: ServedWeights, tokenizer: Any | None = None):
-        self.config, self.weights = config, weights
+        self.weights = weights
         self.shape = shape_of(weights.model, config.context_length)
         if config.weight_dtype == "fp8":
             check_device(config, weights.model.device)
@@ -55,7 +55,8 @@ class EngineCore:
         self.runner: Runner | None = make_runner(weights.model, self.shape, config)
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
-        slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
+        self.config = replace(config, max_running_requests=self.runner.num_slots)
+        slots = SlotTable(self.runner.num_slots, self.max_len, config.block_size)
         drafts = self._make_drafts(slots, pool, self.runner.max_in_flight)
         self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len, drafts)
         self.scheduler.settle = self.settle

@@ -14,11 +14,15 @@ import torch
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
+from arealite.api.generation_args import FEW_RUNNING, MOST_RUNNING
 from arealite.inference.loading import ModelShape
 from arealite.inference.routing import RoutingRecord
 from arealite.inference.scheduler import StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import Pairs
+
+# Tokens of a sequence for which the KV cache has room, if more than the fewest are decoded at once.
+_TOKENS_EACH = 1024
 
 
 @dataclass
@@ -75,6 +79,7 @@ class Runner(abc.ABC):
 
     max_in_flight = 1  # steps that may be launched before the first one is collected
     num_blocks: int  # block 0 takes the padding
+    num_slots: int  # sequences decoded at once
     device: torch.device
     routing: RoutingRecord | None = None  # with `record_routing`
 
@@ -118,12 +123,18 @@ class Runner(abc.ABC):
         """Zero cache blocks that hold non-finite numbers and that no sequence uses any more."""
 
 
-def count_blocks(config: ServerConfig, shape: ModelShape, dtype: torch.dtype, free_bytes: int) -> int:
-    """Number of KV cache blocks: as configured, else what fits, but no more than can ever be used."""
+def count_slots(config: ServerConfig, num_blocks: int) -> int:
+    """Number of sequences that a GPU decodes at once: as configured, else by the size of the KV cache."""
+    fitting = num_blocks * config.block_size // _TOKENS_EACH
+    return config.max_running_requests or max(FEW_RUNNING, min(MOST_RUNNING, fitting))
+
+
+def count_blocks(config: ServerConfig, shape: ModelShape, dtype: torch.dtype, free_bytes: int, slots: int) -> int:
+    """Number of KV cache blocks: as configured, else what fits, but no more than the slots can use."""
     if config.max_total_tokens is not None:
         tokens = config.max_total_tokens
     else:
-        wanted = config.max_running_requests * shape.context_length
+        wanted = slots * shape.context_length
         tokens = min(wanted, free_bytes // shape.kv_bytes_per_token(dtype))
     if tokens < 2 * config.block_size:
         raise ConfigError(

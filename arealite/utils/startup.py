@@ -77,8 +77,11 @@ def take_meanwhile() -> list[Callable[[], None]]:
 
 
 def take_startup_phases() -> list[Phase]:
-    """Return the phases of this process so far, in their order, and forget them."""
+    """Return the phases of this process so far, in their order, and forget them: the start is over."""
     taken = list(_phases)
+    if taken:
+        # Full collections would scan all that loading and compiling have left, while every thread waits.
+        gc.freeze()
     _phases.clear()
     return taken
 

@@ -41,6 +41,7 @@ class FormulaRunner(Runner):
         self.device, self.config = torch.device("cpu"), config
         assert config.max_total_tokens is not None
         self.num_blocks = config.max_total_tokens // config.block_size + 1
+        self.num_slots = config.max_running_requests or 256
         self.kinds: list[bool] = []  # of steps: with drafts or without
         self.in_flight: list[bool] = []
 

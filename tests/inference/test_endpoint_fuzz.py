@@ -47,7 +47,7 @@ FIELDS = [
     "chat_template_kwargs", "temperature", "top_p", "top_k", "stop", "logit_bias", "logprobs", "return_token_ids",
     "stream_options", "response_format", "seed", "tool_choice", "parallel_tool_calls", "top_logprobs", "echo", "input",
     "instructions", "system", "stop_sequences", "include", "metadata", "thinking", "max_output_tokens", "truncation",
-    "order",
+    "order", "flat_logprobs",
 ]  # fmt: skip
 # For each endpoint, fields that a valid request has; the random ones replace or join them.
 BASES: dict[str, dict[str, Any]] = {

@@ -93,6 +93,15 @@ def test_generate_uses_sglangs_field_names(server):
     assert info["running"] == 0 and info["free_blocks"] == info["total_blocks"]
 
 
+def test_flat_logprobs_are_the_same_numbers(server):
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True, "sampling_seed": 1}}
+    entries, flat = (server("/generate", {**body, "flat_logprobs": is_flat}) for is_flat in (False, True))
+    assert flat["output_ids"] == entries["output_ids"]
+    expected = [entry[0] for entry in entries["meta_info"]["output_token_logprobs"]]
+    assert flat["meta_info"]["output_logprobs"] == expected
+    assert "output_token_logprobs" not in flat["meta_info"]
+
+
 @pytest.fixture(scope="module")
 def tokenizer(model_path):
     return AutoTokenizer.from_pretrained(model_path)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import AReaLiteError
+from arealite.api.generation_args import FEW_RUNNING, MOST_RUNNING
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.resources import ServerUse, core_use, read_server_use
 from arealite.core.ledger.reading import open_ledger
@@ -169,7 +170,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
         server_use,
         _cores(config, server_use, used),
         [ServerLoad(at, running, waiting) for at, _, running, _, waiting in samples if None not in (running, waiting)],
-        _max_running(config) if server_use.steps else None,
+        _max_running(config, server_use.cpu_s is None) if server_use.steps else None,
         any(line.get("gpu/shared") for line in used) or any(address == _OWN_ENGINE for _, address, *_ in samples),
         _unfinished(running, steps, episodes),
         notes,
@@ -313,8 +314,9 @@ def _cores(config: Mapping[str, Any], use: ServerUse, lines: Sequence[Mapping[st
     return core_use(use, lines, max(1, AllocationMode.from_str(mode).train_world_size) if mode else 1)
 
 
-def _max_running(config: Mapping[str, Any]) -> int:
-    return int((config.get("server") or {}).get("max_running_requests") or 256)
+def _max_running(config: Mapping[str, Any], on_gpu: bool) -> int:
+    set_by_user = (config.get("server") or {}).get("max_running_requests")
+    return int(set_by_user or (MOST_RUNNING if on_gpu else FEW_RUNNING))
 
 
 def _count_servers(samples: Sequence[tuple[float, str, Any, Any, Any]]) -> int:

@@ -1,6 +1,7 @@
 """The device that a model trains on, its allocator, and whether its kernels repeat their results."""
 
 import os
+import sys
 
 import torch
 
@@ -23,6 +24,8 @@ def choose_device(config: TrainEngineConfig) -> str:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         _grow_segments()
+        # The backward pass takes the interpreter back for every layer, from a busy thread of rollouts.
+        sys.setswitchinterval(1e-4)
     if config.deterministic and device == "cuda":
         repeat_results()
     return device

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
+from arealite.api.generation_args import FEW_RUNNING
 from arealite.inference.cpu.attention import PagedBatch, Tile
 from arealite.inference.cpu.dense_cache import DenseCache, Shelf
 from arealite.inference.cpu.lean_model import LeanDecoder
@@ -39,7 +40,8 @@ class CpuRunner(Runner):
         self.model, self.shape, self.config = model, shape, config
         weight = next(model.parameters())
         self.device, self.dtype, self.block_size = weight.device, weight.dtype, config.block_size
-        blocks = count_blocks(config, shape, self.dtype, self._free_bytes())
+        self.num_slots = config.max_running_requests or FEW_RUNNING
+        blocks = count_blocks(config, shape, self.dtype, self._free_bytes(), self.num_slots)
         self.num_blocks = blocks + 1  # block 0 takes the padding
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
         # Zeros: NaN in masked keys would survive the mask.

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
+from arealite.api.generation_args import MOST_RUNNING
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.cache import DeviceCache
 from arealite.inference.cuda.changes import send_changes
@@ -35,7 +36,7 @@ from arealite.inference.drafts.lookup import MAX_SEQUENCES
 from arealite.inference.fp8 import stage_pairs
 from arealite.inference.loading import ModelShape, choose_cache_dtype
 from arealite.inference.routing import RoutingRecord
-from arealite.inference.runner import Runner, Step, cache_bytes, count_blocks
+from arealite.inference.runner import Runner, Step, cache_bytes, count_blocks, count_slots
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
 from arealite.inference.vision import check_served, is_served
@@ -64,11 +65,14 @@ class CudaRunner(Runner):
             self.images = ImagePrefill(model, self.decoder)
         heads = model.config.get_text_config().num_attention_heads
         self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
-        slots = config.max_running_requests
+        slots = config.max_running_requests or MOST_RUNNING
         # In float32: bfloat16 would round a logit of 20, and its log-prob, to eighths.
-        self.logits = torch.zeros(slots, shape.vocab_size, dtype=torch.float32, device=self.device)
+        logits = torch.zeros(slots, shape.vocab_size, dtype=torch.float32, device=self.device)
         cache_type = choose_cache_dtype(config, self.dtype)
-        self.num_blocks = count_blocks(config, shape, cache_type, self._free_bytes()) + 1
+        self.num_blocks = count_blocks(config, shape, cache_type, self._free_bytes(), slots) + 1
+        self.num_slots = count_slots(config, self.num_blocks)
+        self.logits = logits if self.num_slots == slots else logits[: self.num_slots].clone()
+        del logits
         self.cache = DeviceCache(shape, self.num_blocks, config.block_size, cache_type, self.device)
         self.group_size = heads // shape.num_kv_heads
         self.tuning = choose_tuning(cache_type.itemsize, self.group_size, shape.head_dim)

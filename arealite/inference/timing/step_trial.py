@@ -47,7 +47,7 @@ def measure_steps(core: EngineCore, times: StepTimes) -> None:
     """
     num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
     blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)
-    most = min(core.config.max_running_requests, num_blocks // (2 * blocks))
+    most = min(core.scheduler.slots.num_slots, num_blocks // (2 * blocks))
     # With drafts a step makes any number of tokens.
     if core.config.draft_tokens or core.max_len < _PROMPT_TOKENS + _MAX_STEPS:
         return

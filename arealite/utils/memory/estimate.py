@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import ServerConfig, TrainEngineConfig
+from arealite.api.generation_args import FEW_RUNNING, MOST_RUNNING
 from arealite.utils.memory.model_size import ModelSize
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -338,12 +339,13 @@ def server_needs(
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     item = ITEM_BYTES[dtype]
     weights = _served_weights(size, config, item)
-    sampling = 4.0 * config.max_running_requests * size.vocab / tensor
+    running = config.max_running_requests or (MOST_RUNNING if on_gpu else FEW_RUNNING)
+    sampling = 4.0 * running * size.vocab / tensor
     # In FP8 each head of a token has a scale.
     head = size.head_dim + _SCALE if config.kv_cache_dtype == "fp8" else size.head_dim * item
     kv_token = 2.0 * size.layers * -(-size.kv_heads // tensor) * head
     context = min(config.context_length or size.context, size.context)
-    tokens = float(config.max_total_tokens or config.max_running_requests * context)
+    tokens = float(config.max_total_tokens or running * context)
     if config.max_total_tokens is None:
         tokens = min(tokens, _cache_limit(config, total_bytes, weights + sampling, on_gpu) / kv_token)
     lasting = {"weights": weights, "KV cache": kv_token * tokens, "sampling": sampling}
@@ -358,7 +360,7 @@ def server_needs(
         lasting["graphs"] = 2 * config.max_prefill_tokens * wide + 0.25e9
     else:
         # Sequences that are decoded have their keys and values in one piece too.
-        passing["decoding"] = 2 * kv_token * min(tokens, config.max_running_requests * context)
+        passing["decoding"] = 2 * kv_token * min(tokens, running * context)
     if config.weight_dtype == "fp8":
         # They are loaded as they are, and quantized before anything else is there.
         loaded = item * size.parameters / tensor - sum(lasting.values()) - sum(passing.values())
