@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError
-from arealite.api.io_struct import WeightUpdateMeta
+from arealite.api.io_struct import ModelResponse, WeightUpdateMeta
 from arealite.core.ledger.store import Ledger, ServerSample
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
@@ -176,6 +176,9 @@ class SimulatedEngine(RemoteEngine):
         addresses = addrs or list(self.client.models)
         wait = self._setup_wait("initialize", f"{len(addresses)} inference servers")
         self.executor.run_coroutine(self._connect(addresses, wait), wait)
+
+    def count_tokens(self, responses: list[ModelResponse]) -> None:
+        """Count nothing: a placeholder stands for many tokens."""
 
     async def ask(self, progress: Progress, count: int) -> list[Piece]:
         """Get one answer; without retries and without the times of episodes, if nobody needs them."""

@@ -17,6 +17,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.remote.base import Piece
 from arealite.trainer.trace import Trace
+from arealite.utils.trace.episode_clock import EpisodeClock, use_clock
 from arealite.utils.trace.trace_file import read_trace
 from arealite.weights.process_group import fill_outbox
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -91,6 +92,20 @@ def test_a_group_equals_single_requests_and_new_weights_are_used(make, model_pat
     engine.update_weights(WeightUpdateMeta("broadcast", "embedded", 1))
     after = run(engine, engine.agenerate(ModelRequest(prompt, gconfig, seed=4)))
     assert after.output_tokens != group[0].output_tokens and set(after.output_versions) == {1}
+
+
+def test_episodes_know_the_tokens_of_their_answers(make):
+    engine, gconfig = make(), GenerationHyperparameters(n_samples=3, max_new_tokens=12, ignore_eos=True)
+
+    async def episode():
+        clock = EpisodeClock()
+        use_clock(clock)
+        await engine.agenerate_group(ModelRequest([5, 6, 7], gconfig, seed=4))
+        await engine.agenerate(ModelRequest([5, 6, 7], replace(gconfig, max_new_tokens=7), seed=4))
+        return clock.stop()
+
+    parts = run(engine, episode())
+    assert [tokens for part in parts if part.kind == "generate" for tokens in part.answers] == [12, 12, 12, 7]
 
 
 def test_an_answer_ends_where_the_context_does(make):

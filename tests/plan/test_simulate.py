@@ -1,5 +1,6 @@
 """Simulated runs equal what can be computed by hand, and behave as real runs do."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -180,8 +181,10 @@ def test_the_ledger_of_a_simulation_is_a_real_one(tmp_path):
     run(1, steps=3, ledger_path=tmp_path / "run.sqlite")
     database = open_ledger(tmp_path / "run.sqlite")
     states = dict(database.execute("SELECT state, COUNT(*) FROM episodes GROUP BY 1").fetchall())
+    parts = [part for (text,) in database.execute("SELECT parts FROM episode_times") for part in json.loads(text)]
     database.close()
     assert states["trained"] == 4 * (3 + 3)
+    assert {len(part) for part in parts} == {2}, "placeholders are not counted as tokens"
 
 
 def test_impossible_setups_are_refused():

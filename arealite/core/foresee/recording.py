@@ -20,7 +20,7 @@ from arealite.api.generation_args import FEW_RUNNING, MOST_RUNNING
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.resources import ServerUse, core_use, read_server_use
 from arealite.core.ledger.reading import open_ledger
-from arealite.utils.trace.episode_clock import WORKFLOW
+from arealite.utils.trace.episode_clock import GENERATE, WORKFLOW
 from arealite.utils.yaml_reader import read_yaml
 
 # Phases after the weight update; all others come before it.
@@ -48,6 +48,8 @@ class PlayedEpisode(NamedTuple):
     started_at: float
     finished_at: float
     parts: tuple[tuple[str, float], ...]
+    # Tokens of the answers that each part that generates has returned; empty if they were not recorded.
+    answers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -209,8 +211,11 @@ def _read_episodes(db: sqlite3.Connection, path: Path) -> list[PlayedEpisode]:
         if started_at is None or not 0 <= finished_at - started_at < _MAX_EPISODE_S:
             # Restored from a checkpoint: its start is not known.
             started_at = finished_at
-        fitted = _fit_parts(parts, finished_at - started_at)
-        found.append(PlayedEpisode._make((*row, started_at, finished_at, fitted)))
+        read = json.loads(parts)
+        # Older versions did not count tokens.
+        answers = tuple(tuple(part[2]) if len(part) > 2 else () for part in read if part[0] == GENERATE)
+        fitted = _fit_parts(read, finished_at - started_at)
+        found.append(PlayedEpisode._make((*row, started_at, finished_at, fitted, answers)))
     if not found:
         raise RecordingError(f"{path} has no finished episode yet")
     return found
@@ -229,9 +234,9 @@ def _unfinished(
     ]
 
 
-def _fit_parts(text: str, seconds: float) -> tuple[tuple[str, float], ...]:
+def _fit_parts(read: Sequence[Sequence[Any]], seconds: float) -> tuple[tuple[str, float], ...]:
     """Return the parts of an episode so that their sum is its duration."""
-    parts = [(str(kind), float(took_s)) for kind, took_s in json.loads(text)]
+    parts = [(str(kind), float(took_s)) for kind, took_s, *_ in read]
     missing_s = seconds - sum(took_s for _, took_s in parts)
     if not parts or missing_s > 0:
         parts.insert(0, (WORKFLOW, max(0.0, missing_s)))

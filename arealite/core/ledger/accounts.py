@@ -148,7 +148,9 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
 
 def _times_row(episode: Episode, finished_at: float) -> TimesRow:
     """The times of an episode that has just ended, as a row of the table `episode_times`."""
-    parts = [[kind, round(seconds, 5)] for kind, seconds in episode.parts or ()]
+    parts = [
+        [part.kind, round(part.seconds, 5), *([part.answers] * bool(part.answers))] for part in episode.parts or ()
+    ]
     return TimesRow(episode.id.number, finished_at, json.dumps(parts, separators=(",", ":")), episode.id.source)
 
 

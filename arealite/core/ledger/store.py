@@ -64,7 +64,7 @@ class TimesRow(NamedTuple):
 
     id: int
     finished_at: float
-    # `[[kind, seconds], …]` in order.
+    # `[[kind, seconds], …]` in order; parts that generate also have a list of the tokens of their answers.
     parts: str
     source: str = "stream"
 

@@ -36,6 +36,7 @@ from arealite.utils.request_log import log_request, logging_refusal
 from arealite.utils.status.waits import waiting
 from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
+from arealite.utils.trace.episode_clock import current_clock
 from arealite.weights.layout import TensorLayout
 
 # Other ranks wait longer than rank 0, whose error says more.
@@ -123,13 +124,21 @@ class CollectingEngine(InferenceEngine):
         with logging_refusal(request, is_group=False):
             response = await self._complete(Progress(request, request.seed))
         log_request(request, [response], is_group=False)
+        self.count_tokens([response])
         return response
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         with logging_refusal(request, is_group=True):
             responses = await self._generate_group(request)
         log_request(request, responses, is_group=True)
+        self.count_tokens(responses)
         return responses
+
+    def count_tokens(self, responses: list[ModelResponse]) -> None:
+        """Tell the clock of this task's episode how long the answers are, for predictions from the run."""
+        clock = current_clock()
+        if clock is not None:
+            clock.add_answers(len(response.output_tokens) for response in responses)
 
     async def _generate_group(self, request: ModelRequest) -> list[ModelResponse]:
         """Generate all samples in one request; samples that are interrupted continue one by one."""

@@ -4,17 +4,30 @@
 keeps the parts of all episodes, so that a report can say what a step waited for.
 """
 
+from collections.abc import Iterable
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from arealite.utils import clock
 
+GENERATE = "generate"
 # Of parts that run at the same time (the samples of a group), the first of these counts. Parts with other names follow.
-_ORDER = ("generate", "tool", "environment", "reward")
+_ORDER = (GENERATE, "tool", "environment", "reward")
 # Time outside of all parts: code of the workflow, and waiting for a free worker process.
 WORKFLOW = "workflow"
 # Further parts are added to the last one of the same kind.
 MAX_PARTS = 64
-Parts = list[tuple[str, float]]
+
+
+class Part(NamedTuple):
+    """A part of an episode, and the tokens of each answer that it has generated."""
+
+    kind: str
+    seconds: float
+    answers: tuple[int, ...] = ()
+
+
+Parts = list[Part]
 
 
 class EpisodeClock:
@@ -22,7 +35,8 @@ class EpisodeClock:
 
     def __init__(self) -> None:
         self.began = self._changed = clock.monotonic()
-        self._seconds: list[list] = []
+        # Kind, seconds and answers of each part.
+        self._rows: list[list] = []
         self._active: dict[str, int] = {}
         self._current: str | None = WORKFLOW
 
@@ -40,18 +54,31 @@ class EpisodeClock:
             self._active.pop(kind, None)
         self._update()
 
+    def add_answers(self, tokens: Iterable[int]) -> None:
+        """Count the tokens of answers that have just been generated."""
+        if self._current is None:
+            return
+        if self._current == GENERATE:
+            # Others still generate: their part has begun.
+            self._charge()
+        row = next((row for row in reversed(self._rows) if row[0] == GENERATE), None)
+        if row is None:
+            row = [GENERATE, 0.0, []]
+            self._rows.append(row)
+        row[2] += tokens
+
     def stop(self) -> Parts:
         """Return the parts until now; what ends later is ignored."""
         self._charge()
         self._current = None
-        return [(kind, seconds) for kind, seconds in self._seconds]
+        return [Part(kind, seconds, tuple(answers)) for kind, seconds, answers in self._rows]
 
     def replace(self, parts: Parts) -> None:
         """Take the parts of a clock in another process; what they lack was spent on the way there."""
         self._charge()
-        inside_s = sum(seconds for _, seconds in parts)
+        inside_s = sum(part.seconds for part in parts)
         outside_s = max(0.0, clock.monotonic() - self.began - inside_s)
-        self._seconds = [[WORKFLOW, outside_s], *([kind, seconds] for kind, seconds in parts)]
+        self._rows = [[WORKFLOW, outside_s, []], *([kind, seconds, [*answers]] for kind, seconds, answers in parts)]
 
     def _update(self) -> None:
         kinds = self._active
@@ -66,9 +93,9 @@ class EpisodeClock:
         seconds, self._changed = now - self._changed, now
         if kind is None or seconds <= 0:
             return
-        rows = self._seconds
+        rows = self._rows
         if len(rows) < MAX_PARTS and not (rows and rows[-1][0] == kind):
-            rows.append([kind, seconds])
+            rows.append([kind, seconds, []])
         else:
             row = next((row for row in reversed(rows) if row[0] == kind), rows[-1])
             row[1] += seconds

@@ -8,7 +8,7 @@ import pytest
 from arealite.core.foresee.recording import RecordingError, read_recording
 from arealite.core.ledger.store import EpisodeRow, Ledger, ServerSample, TimesRow
 from arealite.utils.trace import tracing
-from arealite.utils.trace.episode_clock import MAX_PARTS, EpisodeClock
+from arealite.utils.trace.episode_clock import MAX_PARTS, EpisodeClock, current_clock
 from tests.core.conftest import Echo
 
 CONFIG = "rollout: {max_head_offpolicyness: 1, adaptive_lead: false, max_concurrent_rollouts: 8}\n"
@@ -84,6 +84,9 @@ def test_the_executor_records_the_parts_of_every_episode(executors, tmp_path):
         async def arun_episode(self, engine, data):
             with tracing.part_of_episode("generate"):
                 batch = await super().arun_episode(engine, data)
+            clock = current_clock()
+            assert clock is not None
+            clock.add_answers([4, 6])
             with tracing.part_of_episode("reward"):
                 return batch
 
@@ -101,8 +104,9 @@ def test_the_executor_records_the_parts_of_every_episode(executors, tmp_path):
     assert len(rows) == 2
     for started_at, finished_at, ended_at, text in rows:
         assert started_at <= finished_at + 0.01 and finished_at <= ended_at + 0.01
-        kinds = [kind for kind, _ in json.loads(text)]
-        assert [kind for kind in kinds if kind != "workflow"] == ["generate", "reward"]
+        parts = [part for part in json.loads(text) if part[0] != "workflow"]
+        assert [part[0] for part in parts] == ["generate", "reward"]
+        assert [part[2:] for part in parts] == [[[4, 6]], []], "tokens of the answers of parts that generate"
 
 
 def test_a_clock_splits_time_without_overlap(monkeypatch):
@@ -122,7 +126,9 @@ def test_a_clock_splits_time_without_overlap(monkeypatch):
     at(6.0, clock.leave, "generate")
     at(7.0, clock.leave, "reward")
     now[0] = 7.5
-    assert clock.stop() == [("workflow", 1.0), ("generate", 5.0), ("reward", 1.0), ("workflow", 0.5)]
+    assert [part[:2] for part in clock.stop()] == [
+        ("workflow", 1.0), ("generate", 5.0), ("reward", 1.0), ("workflow", 0.5)
+    ]  # fmt: skip
     at(9.0, clock.enter, "late")
     assert len(clock.stop()) == 4, "what comes after the end is ignored"
 
@@ -138,4 +144,38 @@ def test_a_clock_stays_small(monkeypatch):
         clock.leave("generate")
     parts = clock.stop()
     assert len(parts) == MAX_PARTS
-    assert sum(s for kind, s in parts if kind == "generate") == 2000 and sum(s for _, s in parts) == 3000
+    assert sum(s for kind, s, _ in parts if kind == "generate") == 2000 and sum(s for _, s, _ in parts) == 3000
+
+
+def test_a_clock_keeps_the_tokens_of_answers_with_the_part_that_made_them(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("arealite.utils.clock.monotonic", lambda: now[0])
+    clock = EpisodeClock()
+    # Two requests at once, each of which is counted after it has ended; then one more.
+    for call, argument in (
+        (clock.enter, "generate"), (clock.enter, "generate"), (clock.leave, "generate"), (clock.add_answers, [5]),
+        (clock.leave, "generate"), (clock.add_answers, [7]), (clock.enter, "tool"), (clock.leave, "tool"),
+        (clock.enter, "generate"), (clock.leave, "generate"), (clock.add_answers, [2, 3]),
+    ):  # fmt: skip
+        now[0] += 1
+        call(argument)
+    parts = clock.stop()
+    assert [part.answers for part in parts if part.kind == "generate"] == [(5, 7), (2, 3)]
+    clock.add_answers([9])
+    assert clock.stop() == parts, "what comes after the end is ignored"
+    other = EpisodeClock()
+    other.replace(parts)
+    assert [part.answers for part in other.stop() if part.answers] == [(5, 7), (2, 3)], "from another process"
+
+
+def test_tokens_of_answers_are_read_with_their_parts(tmp_path):
+    stats = write_run(tmp_path)
+    with sqlite3.connect(tmp_path / "run.sqlite") as database:
+        parts = [["generate", 0.2, [5, 7]], ["reward", 0.1], ["generate", 0.2, [3, 3]]]
+        database.execute("UPDATE episode_times SET parts = ? WHERE id = 0", (json.dumps(parts),))
+    database.close()
+    first, second, *_ = read_recording(tmp_path, stats).episodes
+    assert first.answers == ((5, 7), (3, 3)) and [kind for kind, _ in first.parts if kind != "workflow"] == [
+        "generate", "reward", "generate"
+    ]  # fmt: skip
+    assert not any(second.answers), "a version that did not count them"
