@@ -1,11 +1,15 @@
 """Scales costs until a simulation of a recorded run, at its own settings, takes the recorded time.
 
 Counters of servers and times of phases are measured while servers and trainer disturb each other, and some runs have
-few of them. Ratios between settings come from the model; the level comes from here.
+few of them. Ratios between settings come from the model; the level comes from here. CPU seconds need little of that:
+servers are scaled only as far as the step time tells something about them (`match_servers`).
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
@@ -18,6 +22,10 @@ _MAX_ROUNDS = 10
 _CLOSE = 0.02
 # Below this share of waiting the step time says nothing about the servers; the time of generation does.
 _WAITS = 0.1
+# Standard error of a step time, simulated or recorded: steps are few, and influence each other.
+_STEP_ERROR = 0.03
+# Costs are varied by this much, up and down.
+_NEAR = 0.15
 _MAX_ANSWERS = 12_000
 _NO_LIMIT_S = 1e7
 
@@ -63,9 +71,34 @@ def match(measured: Measured, target: Target) -> Measured:
             break
         slower = servers.next_ratio(_server_ratio(measured.eta, found, target, is_first=number == 0))
         longer = trainer.next_ratio(target.work_s / max(work_s, 1e-9))
-        train, update = _scaled_train(measured.train, longer), _scaled_update(measured.update, longer)
+        train, update = scaled_train(measured.train, longer), scaled_update(measured.update, longer)
         measured = replace(measured, server=_scaled_server(measured.server, slower), train=train, update=update)
     return best
+
+
+def match_servers(measured: Measured, target: Target, cost_error: float) -> Measured:
+    """Return the costs with servers that are slower by what the recorded step time tells about them.
+
+    For costs in CPU seconds, which have a standard error. Where a step hardly depends on the servers (slower ones have
+    more sequences at once), its time says little about them: a line through several simulations tells.
+    """
+    first = _log_error(measured, target)
+    if abs(first) < _CLOSE:
+        return measured
+    changes = [*np.linspace(-first - _NEAR, -first + _NEAR, _MAX_ROUNDS - 2).tolist()]
+    errors = [_log_error(_with_slower_servers(measured, change), target) for change in changes]
+    slope, error = np.polyfit([0.0, *changes], [first, *errors], 1).tolist()
+    # The most likely change, if steps and costs have these errors.
+    change = -slope * error / (slope * slope + (_STEP_ERROR / cost_error) ** 2)
+    return _with_slower_servers(measured, change)
+
+
+def _with_slower_servers(measured: Measured, change: float) -> Measured:
+    return replace(measured, server=_scaled_server(measured.server, math.exp(change)))
+
+
+def _log_error(measured: Measured, target: Target) -> float:
+    return math.log(simulate(own_setup(measured)).step_s / target.step_s)
 
 
 class _Search:
@@ -97,9 +130,9 @@ def _scaled_server(cost: ServerCost, ratio: float) -> ServerCost:
     return replace(cost, curve=curve, **{name: getattr(cost, name) * ratio for name in names})
 
 
-def _scaled_train(cost: TrainCost, ratio: float) -> TrainCost:
+def scaled_train(cost: TrainCost, ratio: float) -> TrainCost:
     return replace(cost, token_s=cost.token_s * ratio, pair_s=cost.pair_s * ratio, step_s=cost.step_s * ratio)
 
 
-def _scaled_update(cost: UpdateCost, ratio: float) -> UpdateCost:
+def scaled_update(cost: UpdateCost, ratio: float) -> UpdateCost:
     return replace(cost, publish_s=cost.publish_s * ratio, load_s=cost.load_s * ratio, pause_s=cost.pause_s * ratio)

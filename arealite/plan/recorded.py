@@ -17,13 +17,14 @@ import yaml
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import ConfigError
 from arealite.core.foresee.core_sharing import CoreUse
+from arealite.core.foresee.recorded_work import Timeline
 from arealite.core.foresee.recording import PlayedEpisode, Recording, read_recording
 from arealite.core.foresee.resources import fit_step_cost
-from arealite.core.foresee.speed import fit_devices
+from arealite.core.foresee.speed import fit_devices, switching
 from arealite.core.foresee.step_curve import StepCurve
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
-from arealite.plan.match import FILLING_STEPS, Target, match
+from arealite.plan.match import FILLING_STEPS, Target, match, match_servers, scaled_train, scaled_update
 from arealite.plan.measured import Measured, fit
 from arealite.plan.recorded_episodes import SampleTokens, in_steps, make_shapes, with_unfinished
 from arealite.plan.workload import Distribution, EpisodeShape, Workload
@@ -33,6 +34,8 @@ from arealite.utils.trace.cpu_clock import num_cores
 _MOST_EPISODES = 4096
 # Steps with a longer evaluation or checkpoint, as a share of their time, are left out.
 _PAUSE_SHARE = 0.05
+# Standard errors of costs in CPU seconds: if the tokens of all answers were counted, and if they follow from times.
+_COUNTED_ERROR, _GUESSED_ERROR = 0.1, 0.2
 
 
 def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
@@ -52,19 +55,32 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     on_gpu = on_gpu or str((config.get("actor") or {}).get("device", "cpu")).startswith("cuda")
     update_s = mean(step.get("time/weights", 0.0) for step in warm)
     target = _target(recording, warm)
+    alone = _alone(recording, warm, target)
     first = Measured(
         _workload(config, recording, shapes),
         recording.settings.servers,
         _server_cost(config, recording, curve),
-        _train_cost(warm, target, update_s, mode.train.data if mode.train else 1),
-        _update_cost(update_s, is_swap=mode.gen_backend == "embedded"),
+        scaled_train(_train_cost(warm, target, update_s, mode.train.data if mode.train else 1), alone or 1.0),
+        scaled_update(_update_cost(update_s, is_swap=mode.gen_backend == "embedded"), alone or 1.0),
         recording.settings.max_head_offpolicyness,
         shared or (None if on_gpu else CoreUse(num_cores())),
         recording.settings.lead is None,
         recording.settings.max_concurrent_rollouts,
         len(warm),
     )
-    return match(first, target)
+    if alone is None:
+        return match(first, target)
+    is_counted = any(any(episode.answers) for episode in recording.episodes)
+    return match_servers(first, target, _COUNTED_ERROR if is_counted else _GUESSED_ERROR)
+
+
+def _alone(recording: Recording, warm: Sequence[dict[str, Any]], target: Target) -> float | None:
+    """Return which share of its time the trainer needs with the cores to itself; None if not known."""
+    used = [step for step in _without_pauses(warm) if step.get("cpu/cores")]
+    if recording.cores is None or not used or target.work_s <= 0:
+        return None
+    cpu_s = mean(step["cpu/trainer"] for step in used) / switching(recording).trainer
+    return min(1.0, cpu_s / recording.cores.trainer / target.work_s)
 
 
 def _read_shapes(recording: Recording, database: sqlite3.Connection, limit: float) -> list[EpisodeShape]:
@@ -79,10 +95,16 @@ def _read_shapes(recording: Recording, database: sqlite3.Connection, limit: floa
         ended_s, all_s = (sum(map(_generate_s, rows)) for rows in (recording.episodes, recording.started))
         # Those that had not ended have a part of it.
         generated *= ended_s / max(all_s, 1e-9)
-    shapes = make_shapes(played, samples, generated, limit)
+    shapes = make_shapes(played, samples, generated, limit, _computed(recording))
     if not shapes:
         raise ConfigError("the ledger of the run has no finished episode")
     return with_unfinished(started, played, shapes)
+
+
+def _computed(recording: Recording) -> float | None:
+    """Return the prompt tokens that servers computed for a generation; None if they did not count them."""
+    rows = recording.server_use.steps
+    return sum(row.prompt_tokens for row in rows) / Timeline(recording).num_generations if rows else None
 
 
 def _answer_limit(config: dict[str, Any]) -> float:
@@ -113,13 +135,21 @@ def _workload(config: dict[str, Any], recording: Recording, shapes: list[Episode
 
 def _target(recording: Recording, warm: Sequence[dict[str, Any]]) -> Target:
     """Return the times that a simulation of the run must have."""
-    pauses = {s["step"]: (s.get("time/evaluate") or 0.0) + (s.get("time/save") or 0.0) for s in warm}
-    totals = {s["step"]: s.get("time/step") or 0.0 for s in warm}
-    steps = [step for step in recording.steps if step.number in totals]
-    steps = [s for s in steps if pauses[s.number] <= _PAUSE_SHARE * totals[s.number]] or steps
-    numbers = {step.number for step in steps}
+    recorded = {step.number for step in recording.steps}
+    numbers = {step["step"] for step in _without_pauses([line for line in warm if line["step"] in recorded])}
+    steps = [step for step in recording.steps if step.number in numbers]
     generated = [_generate_s(e) for e in recording.episodes if e.step in numbers]
     return Target(mean(s.waited_s for s in steps), mean(s.work_s for s in steps), mean(generated or [0.0]))
+
+
+def _without_pauses(warm: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the steps without a long evaluation or checkpoint; all, if each of them has one."""
+
+    def is_short(step: dict[str, Any]) -> bool:
+        paused_s = (step.get("time/evaluate") or 0.0) + (step.get("time/save") or 0.0)
+        return paused_s <= _PAUSE_SHARE * (step.get("time/step") or 0.0)
+
+    return [step for step in warm if is_short(step)] or list(warm)
 
 
 def _generate_s(episode: PlayedEpisode) -> float:
@@ -128,7 +158,7 @@ def _generate_s(episode: PlayedEpisode) -> float:
 
 def _server_cost(config: dict[str, Any], recording: Recording, curve: StepCurve | None) -> ServerCost:
     """Return the cost of a step by what the servers counted, or else by two samples of their load."""
-    running = int((config.get("server") or {}).get("max_running_requests") or 256)
+    running = recording.max_running or int((config.get("server") or {}).get("max_running_requests") or 256)
     if curve is not None:
         costs = {name: getattr(curve, name) for name in ("context_s", "spread_s", "prompt_s", "pass_s")}
         return ServerCost(curve.at(1), **costs, max_running=running, curve=curve)

@@ -1,9 +1,10 @@
 """The shapes of recorded episodes: tokens of each sample and turn, and the waits between them.
 
-Used by `recorded`. The ledger has the tokens of samples whose text was kept; those of others follow from the sum of
-their episode. A workflow may also generate what is not in a trajectory (a check of the answer, a dropped turn): servers
-count these tokens, and they are divided among episodes by the steps for which these generated. Episodes that had not
-ended are like longer ones that had.
+Used by `recorded`. The parts of episodes have the tokens of all answers. In recordings of older versions the ledger has
+those of samples whose text was kept; those of others follow from the sum of their episode. A workflow may also generate
+what is not in a trajectory (a check of the answer, a dropped turn): there servers count these tokens, and they are
+divided among episodes by the steps for which these generated. Episodes that had not ended are like longer ones that
+had.
 """
 
 import math
@@ -20,8 +21,6 @@ from arealite.plan.workload import EpisodeShape
 
 # Servers count this much more than trajectories have before other generation is assumed.
 _NOTICEABLE = 1.15
-# A shorter wait between two generations does not make them two turns.
-_SHORT_S = 1e-3
 
 
 class SampleTokens(NamedTuple):
@@ -75,24 +74,39 @@ def make_shapes(
     samples: Mapping[int, Sequence[SampleTokens]],
     num_generated: float | None,
     limit: float = math.inf,
+    computed: float | None = None,
 ) -> list[EpisodeShape]:
     """Return the shapes of episodes.
 
-    `num_generated` are all tokens that servers have counted, `limit` are those of the longest possible answer.
+    `num_generated` are all tokens that servers have counted, `limit` are those of the longest possible answer,
+    `computed` the prompt tokens of a generation.
     """
     lengths = _all_lengths(episodes, samples, limit)
     step_s = _step_s(episodes, lengths, num_generated)
     shapes = []
     for episode, known in zip(episodes, lengths, strict=True):
         turns, waits, last_s = _turns(episode)
+        if any(episode.answers):
+            shapes.append(_counted(episode, known, waits, last_s)._replace(computed=computed))
+            continue
         longest = max(known.answers)
         extra = 0.0 if step_s is None else max(0.0, sum(turns) / step_s - longest)
         total_s = sum(turns) or 1.0
         shares = [seconds / total_s for seconds in turns] if sum(turns) else [1.0]
         answers = [[(answer + extra) * share for answer in known.answers] for share in shares]
         kept = [answer / (answer + extra) for answer in known.answers]
-        shapes.append(EpisodeShape(known.prompt, answers, kept, waits, last_s))
+        shapes.append(EpisodeShape(known.prompt, answers, kept, waits, last_s, computed))
     return shapes
+
+
+def _counted(episode: PlayedEpisode, known: _Lengths, waits: list[float], last_s: float) -> EpisodeShape:
+    """Return the shape of an episode whose answers were counted."""
+    count = len(known.answers)
+    # More answers than samples: those of a sample follow each other, while other samples generate.
+    answers = [[float(sum(turn[number::count])) for number in range(count)] for turn in episode.answers]
+    totals = [sum(lengths) for lengths in zip(*answers, strict=True)]
+    kept = [min(1.0, answer / max(total, 1.0)) for answer, total in zip(known.answers, totals, strict=True)]
+    return EpisodeShape(known.prompt, answers, kept, waits, last_s)
 
 
 def _all_lengths(
@@ -145,12 +159,9 @@ def _turns(episode: PlayedEpisode) -> tuple[list[float], list[float], float]:
         if kind != "generate":
             waited_s += seconds
             continue
-        if turns and waited_s < _SHORT_S:
-            turns[-1] += seconds
-        else:
-            before_s += 0.0 if turns else waited_s
-            waits.append(waited_s if turns else 0.0)
-            turns.append(seconds)
+        before_s += 0.0 if turns else waited_s
+        waits.append(waited_s if turns else 0.0)
+        turns.append(seconds)
         waited_s = 0.0
     return turns or [0.0], waits or [0.0], before_s + waited_s
 

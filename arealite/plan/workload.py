@@ -77,7 +77,7 @@ class Distribution:
 
 
 class EpisodeShape(NamedTuple):
-    """A recorded episode. Requests of a turn wait for `tools` of that turn first."""
+    """A recorded episode. A turn generates all samples at once, after `tools` seconds of that turn."""
 
     prompt: float
     # Generated tokens by turn and sample, and the share of them that is in the trajectory of each sample.
@@ -85,6 +85,8 @@ class EpisodeShape(NamedTuple):
     kept: list[float]
     tools: list[float]
     reward_s: float
+    # Prompt tokens that a server computes for each turn; None: `prompt` for the first one.
+    computed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,9 @@ class SimulatedWorkflow(RolloutWorkflow):
     async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectories:
         turns: list[list[float]] = data["answers"]
         began = clock.monotonic()
-        if len(turns) == 1:
+        if "kept" in data:
+            made = await self._replay(engine, data)
+        elif len(turns) == 1:
             answers = await self._generate(engine, turns[0], data["prompt"], data["prompt"], None)
             made = answers.made
         else:
@@ -181,6 +185,25 @@ class SimulatedWorkflow(RolloutWorkflow):
         if data["reward_s"]:
             await asyncio.sleep(data["reward_s"])
         return make_trajectories(data["prompt"], made)
+
+    async def _replay(self, engine: InferenceEngine, data: dict[str, Any]) -> list[list[tuple[int, float]]]:
+        """Play the turns of a recorded episode: between two of them nothing was generated."""
+        made: list[list[tuple[int, float]]] = [[] for _ in data["kept"]]
+        context, computed = data["prompt"], data["computed"]
+        new = context if computed is None else computed
+        for turn, lengths in enumerate(data["answers"]):
+            if turn and data["tools"][turn]:
+                await asyncio.sleep(data["tools"][turn])
+            asked = [number for number, length in enumerate(lengths) if length > 0]
+            if not asked:
+                continue
+            answers = await self._generate(engine, [lengths[number] for number in asked], context, new, None)
+            for number, parts in zip(asked, answers.made, strict=True):
+                made[number] += parts
+            # Later turns continue what is in the trajectory. If nothing else is known, it is in the server's cache.
+            context += sum(length * share for length, share in zip(lengths, data["kept"], strict=True)) / len(lengths)
+            new = 1.0 if computed is None else computed
+        return made
 
     async def _play(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[tuple[int, float]]:
         """Play the turns of one sample, with a tool between two of them."""

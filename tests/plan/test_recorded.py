@@ -104,6 +104,20 @@ def test_samples_keep_their_lengths_and_turns_their_waits():
     assert second.prompt == 10 and second.answers == [[40, 80]]
 
 
+def test_counted_answers_are_played_as_they_were():
+    known = {7: [SampleTokens(30, 20), SampleTokens(50, 40)]}
+    parts = [("generate", 3.0), ("workflow", 2e-4), ("generate", 1.0), ("tool", 2.0), ("generate", 1.0)]
+    counted = episode(7, 80, parts)._replace(answers=((20, 40), (60, 60), (1, 2, 3, 4)))
+    # Servers have counted more, and the times of generations say something else: these no longer matter.
+    (shape,) = make_shapes([counted], known, 1e6, computed=5.0)
+    # The third turn had two answers of each sample, one after the other.
+    assert shape.answers == [[20, 40], [60, 60], [4, 6]] and shape.tools == [0, 2e-4, 2.0]
+    assert shape.kept == pytest.approx([20 / 84, 40 / 106]) and shape.computed == 5
+    # A request that failed has no answer.
+    (shape,) = make_shapes([counted._replace(answers=((20, 40), (), ()))], known, None)
+    assert shape.answers == [[20, 40], [0, 0], [0, 0]] and shape.kept == [1, 1]
+
+
 def test_samples_without_text_are_like_those_of_a_similar_episode():
     known = {1: [SampleTokens(20, 10), SampleTokens(40, 30)], 2: [SampleTokens(90, 80), SampleTokens(110, 100)]}
     rows = [episode(number, tokens, [("generate", 1.0)]) for number, tokens in ((3, 56), (4, 190), (5, 220), (6, 300))]

@@ -38,6 +38,16 @@ class CoreUse(NamedTuple):
 
         `tokens_per_s` is what all servers would generate at full speed.
         """
+        share, engine, left = self._shares(num_servers, tokens_per_s, trainer_works)
+        share /= _switching(share)
+        return Speeds(share * engine, share * left)
+
+    def switching(self, num_servers: int, tokens_per_s: float, trainer_works: bool) -> float:
+        """Return how many CPU seconds work needs meanwhile, for each that it needs alone."""
+        return _switching(self._shares(num_servers, tokens_per_s, trainer_works)[0])
+
+    def _shares(self, num_servers: int, tokens_per_s: float, trainer_works: bool) -> tuple[float, float, float]:
+        """Return the share of cores for all, and what interpreters leave to an engine and to the trainer."""
         # Threads of a server besides its engine (HTTP, JSON) run while the engine waits for the interpreter.
         has_one_core = self.server < 2
         engine = 1 / self.server if has_one_core else 1.0
@@ -48,6 +58,8 @@ class CoreUse(NamedTuple):
         need = (1.0 if has_one_core else self.server) * num_servers + episodes
         if trainer_works:
             need += self.num_ranks * self.trainer * left
-        share = min(1.0, self.cores / need) if need else 1.0
-        share /= 1 + _SWITCHING * min(1.0, (1 / share - 1) / _CROWDED)
-        return Speeds(share * engine, share * left)
+        return min(1.0, self.cores / need) if need else 1.0, engine, left
+
+
+def _switching(share: float) -> float:
+    return 1 + _SWITCHING * min(1.0, (1 / share - 1) / _CROWDED)

@@ -103,15 +103,21 @@ class Timeline:
 
     def overlap(self) -> float:
         """Return the share of the servers' time in which the trainer worked."""
-        active_s = both_s = 0.0
-        num_busy = 0
-        for number, change in enumerate(self.changes[:-1]):
-            num_busy += 2 * change.what - 1 if change.place is None else 0
-            seconds = self.changes[number + 1].time - change.time
-            if self._running[number] > 0:
-                active_s += seconds
-                both_s += seconds if num_busy > 0 else 0.0
-        return both_s / max(active_s, 1e-9)
+        both_s, servers_s, _ = self._active_s()
+        return both_s / max(servers_s, 1e-9)
+
+    def trainer_overlap(self) -> float:
+        """Return the share of the trainer's time in which servers worked."""
+        both_s, _, trainer_s = self._active_s()
+        return both_s / max(trainer_s, 1e-9)
+
+    def _active_s(self) -> tuple[float, float, float]:
+        """Return the seconds in which servers and trainer, servers, and the trainer were active."""
+        seconds = np.diff(self._times)
+        signs = [2 * change.what - 1 if change.place is None else 0 for change in self.changes]
+        has_servers, has_trainer = self._running[:-1] > 0, np.cumsum(signs)[:-1] > 0
+        both_s = float(seconds[has_servers & has_trainer].sum())
+        return both_s, float(seconds[has_servers].sum()), float(seconds[has_trainer].sum())
 
 
 class RecordedWork(NamedTuple):

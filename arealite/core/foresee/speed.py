@@ -97,13 +97,39 @@ def _of_curve(
 
 def fit_devices(recording: Recording) -> tuple[StepCurve | None, CoreUse | GpuShare | None]:
     """Return what steps take on a device of their own, and how servers share theirs with a trainer."""
-    use, curve = recording.server_use, fit_step_curve(recording.server_use)
+    use = recording.server_use
+    if recording.cores is not None:
+        slower = switching(recording).server
+        use = use._replace(steps=[row._replace(cpu_s=row.cpu_s / slower) for row in use.steps])
+    curve = fit_step_curve(use)
     if curve is None or use.cpu_s is not None:
         return curve, recording.cores
     share, curve = fit_gpu_share(use, curve, Timeline(recording).overlap())
     if not recording.shares_gpu:
         return curve, None
     return curve, _fit_to_lengths(recording, curve, share) if share.is_known else share
+
+
+class Switching(NamedTuple):
+    """CPU seconds that servers and trainer needed in a run, for each that they need alone."""
+
+    server: float
+    trainer: float
+
+
+def switching(recording: Recording) -> Switching:
+    """Return what taking turns on the cores cost in a run, by the model of `CoreUse`."""
+    cores, timeline, steps = recording.cores, Timeline(recording), recording.server_use.steps
+    if cores is None:
+        return Switching(1.0, 1.0)
+    num_servers = recording.settings.servers
+    tokens_per_s = num_servers * sum(row.sequences for row in steps) / max(1e-9, sum(row.cpu_s for row in steps))
+    both = cores.switching(num_servers, tokens_per_s, True)
+    servers, trainer = cores.switching(num_servers, tokens_per_s, False), cores.switching(0, 0.0, True)
+    server_share, trainer_share = timeline.overlap(), timeline.trainer_overlap()
+    return Switching(
+        server_share * both + (1 - server_share) * servers, trainer_share * both + (1 - trainer_share) * trainer
+    )
 
 
 def _fit_to_lengths(recording: Recording, curve: StepCurve, share: GpuShare) -> GpuShare:

@@ -61,3 +61,11 @@ def test_switching_costs_a_seventh_at_most():
     """Beyond that, a process runs long enough between two switches to fill its caches."""
     assert CoreUse(1).speeds(40, 0.0, False).server == pytest.approx(1 / 40 / 1.15)
     assert CoreUse(2).speeds(3, 0.0, False).server == pytest.approx(2 / 3 / 1.15)
+
+
+def test_cpu_seconds_grow_by_switching_alone():
+    """Not by waiting for a core, nor for the interpreter."""
+    assert CoreUse(2).switching(2, 0.0, False) == 1
+    assert CoreUse(2).switching(2, 0.0, True) == pytest.approx(1.15)
+    assert CoreUse(2, token_s=0.001).switching(2, 200.0, False) == pytest.approx(1.03)
+    assert CoreUse(8, server=1.25, token_s=0.001).switching(1, 200.0, True) == 1
