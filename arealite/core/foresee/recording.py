@@ -93,13 +93,17 @@ class ServerLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides how episodes and steps follow each other. `lead` None: adaptive."""
+    """What decides how episodes and steps follow each other.
+
+    `lead` None: adaptive. `max_running_requests` of a server, None: as recorded.
+    """
 
     batch_size: int
     max_head_offpolicyness: int = 0
     lead: int | None = None
     max_concurrent_rollouts: int | None = None
     servers: int = 1
+    max_running_requests: int | None = None
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ class _Run:
         self.episodes = self.recording.started
         self.works, self.step_works = simulation.works
         self.speed, self.speeds = simulation.speed, scenario.speeds
-        limits = self.speed.most, self.speed.prompt_s, self.speed.pass_s
+        most, running = self.speed.most, settings.max_running_requests
+        most = most if running is None else max(1.0, running / self.speed.samples)
+        limits = most, self.speed.prompt_s, self.speed.pass_s
         self.servers = [_Station(*limits) for _ in range(settings.servers)]
         self.trainer = _Station()
         eta, self.batch = settings.max_head_offpolicyness, settings.batch_size

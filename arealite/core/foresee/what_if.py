@@ -20,7 +20,7 @@ _SPEEDS = {
     "workflow_speed": "workflow",
     "trainer_speed": "trainer",
 }
-_SETTINGS = ("max_head_offpolicyness", "lead", "max_concurrent_rollouts", "servers")
+_SETTINGS = ("max_head_offpolicyness", "lead", "max_concurrent_rollouts", "servers", "max_running_requests")
 KEYS = (*_SETTINGS, *_SPEEDS)
 # A gain below it is not worth a line.
 _MIN_GAIN = 0.01
@@ -108,6 +108,10 @@ class WhatIf:
         if limit is not None:
             twice = replace(settings, max_concurrent_rollouts=2 * limit)
             candidates.append((Scenario(twice), f"max_concurrent_rollouts {limit} → {2 * limit}"))
+        running = self.recording.max_running
+        if running is not None:
+            twice = replace(settings, max_running_requests=2 * running)
+            candidates.append((Scenario(twice), f"server.max_running_requests {running} → {2 * running}"))
         kinds = {kind for episode in self.recording.episodes for kind, _ in episode.parts}
         for kind, name in (("reward", "rewards"), ("tool", "tools"), ("environment", "environments")):
             if kind in kinds:
@@ -133,7 +137,7 @@ def parse_question(words: Sequence[str], settings: Settings) -> tuple[Scenario, 
     speeds: dict[str, float] = {}
     for word in words:
         key, _, text = word.partition("=")
-        key = key.removeprefix("rollout.")
+        key = key.removeprefix("rollout.").removeprefix("server.")
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
             hint = f"; did you mean {near[0]}?" if near else "."
@@ -151,7 +155,7 @@ def parse_question(words: Sequence[str], settings: Settings) -> tuple[Scenario, 
 def _parse_value(key: str, text: str) -> Any:
     if (key, text) == ("lead", "adaptive") or (key, text) == ("max_concurrent_rollouts", "null"):
         return None
-    kind, least = (float, 0.0) if key in _SPEEDS else (int, 1 if key in ("servers", "max_concurrent_rollouts") else 0)
+    kind, least = (float, 0.0) if key in _SPEEDS else (int, 0 if key in ("max_head_offpolicyness", "lead") else 1)
     try:
         value = kind(text)
     except ValueError:

@@ -62,6 +62,19 @@ def test_each_run_predicts_the_others(name):
     assert all(abs(ratio - 1) < 0.1 for ratio in ratios.values()), ratios
 
 
+@pytest.mark.parametrize("name, few, many", [("cores", 64, 512), ("a GPU", 64, 256)])
+def test_servers_that_decode_more_at_once(name, few, many):
+    """A server with a queue is too small; one that decodes all that come gains nothing."""
+    world = replace(WORLDS[name], batch=64)
+    small, large = (WhatIf(record(replace(world, max_running=running), 2, 12)) for running in (few, many))
+    for asked, other, running in ((small, large, many), (large, small, few)):
+        scenario = parse_question([f"server.max_running_requests={running}"], asked.recording.settings)
+        assert asked.ask(*scenario).rerun.step_s == pytest.approx(other.recorded_step_s, rel=0.1)
+    assert any(f"max_running_requests {few} → {2 * few}" in answer.question for answer in small.advise())
+    idle = WhatIf(record(replace(world, max_running=4096), 2, 12))
+    assert not any("max_running_requests" in answer.question for answer in idle.advise())
+
+
 def test_answers_arrive_later_than_their_last_token():
     world = replace(GPU, latency_s=0.15)
     runs = {eta: WhatIf(record(world, eta, 12)) for eta in (0, 1, 4)}
