@@ -81,6 +81,7 @@ def take_startup_phases() -> list[Phase]:
     taken = list(_phases)
     if taken:
         # Full collections would scan all that loading and compiling have left, while every thread waits.
+        gc.collect()
         gc.freeze()
     _phases.clear()
     return taken

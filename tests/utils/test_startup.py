@@ -1,5 +1,6 @@
 """What every process does first: the limit on open files, and folders for caches that are its own."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import tempfile
 
 import pytest
 
-from arealite.utils.startup import cache_folder, prepare_process
+from arealite.utils import startup
+from arealite.utils.startup import Phase, cache_folder, prepare_process, take_startup_phases
 
 
 @pytest.fixture
@@ -65,3 +67,17 @@ def test_compiled_code_and_fonts_are_kept_in_folders_of_ones_own(tmp_path):
         done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
         expected = given or {"": str(tmp_path / f"arealite-{os.geteuid()}" / "torchinductor")}
         assert done.stdout.strip() == next(iter(expected.values()))
+
+
+def test_what_the_start_has_left_is_exempt_from_garbage_collection(monkeypatch):
+    phase = Phase("load", 1.0, 2.0)
+    monkeypatch.setattr(startup, "_phases", [phase])
+    gc.unfreeze()
+    try:
+        assert take_startup_phases() == [phase]
+        frozen = gc.get_freeze_count()
+        assert frozen > 10_000
+        # The start is over once.
+        assert take_startup_phases() == [] and gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()
