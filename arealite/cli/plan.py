@@ -12,6 +12,7 @@ time, with engines modelled by hardware tables, a measurement of this machine (`
 import importlib
 
 from arealite.api.errors import ConfigError
+from arealite.api.generation_args import MOST_RUNNING
 from arealite.cli.arguments import ArgumentParser
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config
@@ -61,7 +62,7 @@ def _parser() -> ArgumentParser:
     add("--reward-s", metavar="D", help="seconds of a reward (default: 0)")
     add("--turns", type=int, metavar="N", help="turns of an episode (default: 1)")
     add("--tool-s", metavar="D", help="seconds of a tool between two turns (default: 0)")
-    add("--max-running", type=int, default=256, metavar="N", help="sequences that a server decodes at once")
+    add("--max-running", type=int, default=MOST_RUNNING, metavar="N", help="sequences that a server decodes at once")
     add("--prox-logp", default=_PROX[0], choices=_PROX, help="actor.prox_logp (recompute: one more pass a step)")
     add("--fixed-lead", action="store_true", help="rollout.adaptive_lead=false")
     add("--interrupt", action="store_true", help="servers stop for weight updates, also embedded ones")

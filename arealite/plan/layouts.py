@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.api.generation_args import MOST_RUNNING
 from arealite.plan import hardware
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.hardware import Gpu
@@ -58,13 +59,13 @@ class Layout:
     mode: AllocationMode
     model: ModelSize
     gpu: Gpu
-    max_running: int = 256
+    max_running: int = MOST_RUNNING
     # `actor.prox_logp`, with one minibatch: only `recompute` takes a pass of its own for log-probs.
     prox_logp: str = "first_pass"
 
     @classmethod
     def parse(
-        cls, text: str, model: ModelSize, gpu: Gpu, max_running: int = 256, prox_logp: str = "first_pass"
+        cls, text: str, model: ModelSize, gpu: Gpu, max_running: int = MOST_RUNNING, prox_logp: str = "first_pass"
     ) -> "Layout":
         mode = AllocationMode.from_str(text)
         if mode.gen is None or mode.train is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.api.generation_args import MOST_RUNNING
 from arealite.plan.hardware import GPUS_PER_NODE, Gpu
 from arealite.plan.layouts import Layout, Memory
 from arealite.plan.simulate import Crash, Prediction, Setup, ideal_step_s, simulate
@@ -78,7 +79,7 @@ def evaluate(
 
 def search(
     num_gpus: int, model: ModelSize, gpu: Gpu, workload: Workload, rollout: InferenceEngineConfig, backend: str,
-    max_running: int = 256, seed: int = 1, prox_logp: str = "first_pass",
+    max_running: int = MOST_RUNNING, seed: int = 1, prox_logp: str = "first_pass",
 ) -> list[Candidate]:  # fmt: skip
     """Return the best layouts, the fastest first."""
     fitting: list[tuple[float, Layout, Setup, Memory]] = []
