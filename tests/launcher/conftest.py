@@ -96,7 +96,7 @@ def main(argv):
         while time.monotonic() < deadline:
             time.sleep(1)
 
-    if behaviour == "until":
+    if behaviour in ("until", "load"):
         pathlib.Path(f"up{rank}").touch()
         while not pathlib.Path("finish").exists():
             time.sleep(0.1)

@@ -135,9 +135,12 @@ def test_the_first_failure_ends_everything_and_is_shown(work, arguments):
 def test_ranks_start_while_servers_load(work, arguments):
     """The fake server answers only after a rank has run."""
     process = start(arguments("tokenizer_path=load", "rollout.setup_timeout_s=60"), FAKE_SERVER="loads")
+    assert process.stdout is not None
+    # The launcher must have asked the servers before the ranks end.
+    assert any("2 sglang server(s) ready" in line for line in process.stdout)
+    (work / "finish").touch()
     out, _ = process.communicate(timeout=90)
     assert process.returncode == 0, out
-    assert "2 sglang server(s) ready" in out
 
 
 def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments):
