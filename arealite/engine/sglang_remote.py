@@ -60,11 +60,11 @@ class SGLangClient(ServerClient):
             body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
-        if server.is_arealite and progress.request.on_tokens is None:
-            body["flat_logprobs"] = True
         if progress.request.on_tokens is not None:
             answers = await self._stream(server, progress, body)
         else:
+            if server.is_arealite:
+                body["flat_logprobs"] = True
             answer = await self.http.generate(f"{server.url}/generate", body, self.config.request_timeout_s)
             answers = answer if isinstance(answer, list) else [answer]
         with server.parse_answer():
