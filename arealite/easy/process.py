@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +41,8 @@ def borrowed_process(log_path: Path, num_threads: int) -> Iterator[None]:
         stack.callback(activity.close)
         stack.enter_context(variables({LOG_FILE_ENV: str(log_path)}))
         stack.enter_context(_log_to(log_path))
+        # An engine on a GPU changes it.
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(num_threads)
         if transformers_logging.is_progress_bar_enabled():
@@ -53,7 +56,7 @@ def borrowed_process(log_path: Path, num_threads: int) -> Iterator[None]:
         # Frees the engines: they are part of reference cycles.
         stack.callback(gc.collect)
         if not gc.get_freeze_count():
-            # A run exempts its objects from garbage collection; called first.
+            # A run exempts its objects from garbage collection. The last callback is called first, before `collect`.
             stack.callback(gc.unfreeze)
         yield
 

@@ -100,6 +100,8 @@ def test_flat_logprobs_are_the_same_numbers(server):
     expected = [entry[0] for entry in entries["meta_info"]["output_token_logprobs"]]
     assert flat["meta_info"]["output_logprobs"] == expected
     assert "output_token_logprobs" not in flat["meta_info"]
+    refused = server("/generate", {**body, "flat_logprobs": True, "stream": True}, expect=400)
+    assert "flat_logprobs works without stream only" in str(refused)
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,7 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
 def _times_row(episode: Episode, finished_at: float) -> TimesRow:
     """The times of an episode that has just ended, as a row of the table `episode_times`."""
     parts = [
-        [part.kind, round(part.seconds, 5), *([part.answers] * bool(part.answers))] for part in episode.parts or ()
+        [part.kind, round(part.seconds, 5)] + ([part.answers] if part.answers else []) for part in episode.parts or ()
     ]
     return TimesRow(episode.id.number, finished_at, json.dumps(parts, separators=(",", ":")), episode.id.source)
 

@@ -24,7 +24,7 @@ def choose_device(config: TrainEngineConfig) -> str:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         _grow_segments()
-        # The backward pass takes the interpreter back for every layer, from a busy thread of rollouts.
+        # The backward pass needs the interpreter for every layer: a busy thread of rollouts must give it back soon.
         sys.setswitchinterval(1e-4)
     if config.deterministic and device == "cuda":
         repeat_results()

@@ -35,11 +35,13 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
     """Handle `/generate`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     request = await parse(engine, body)
+    is_flat = common.flag(body, "flat_logprobs")
     if common.flag(body, "stream"):
+        if is_flat:
+            raise RequestError("flat_logprobs works without stream only: chunks of a stream have SGLang's form")
         request.want_text |= engine.tokenizer is not None
         return await common.event_stream(http_request, _stream(engine, request))
     outputs = await common.finish(http_request.app, request)
-    is_flat = common.flag(body, "flat_logprobs")
     answers = [describe(engine, request, i, output, is_flat) for i, output in enumerate(outputs)]
     return common.json_response(answers if request.params.n > 1 else answers[0])
 
