@@ -65,6 +65,8 @@ def _read_files(case: Case) -> Iterator[Process]:
             continue
         process = _parse(case, content, path.name)
         if process is not None:
+            if not _is_of(case, process):
+                case.notes.append(f"{path.name} belongs to another run ({str(process.status.get('run'))[:80]})")
             process.file_age_s = max(0.0, case.folder_clock - written)
             process.age_s = process.file_age_s
             process.clock_skew_s = float(process.status["written"]) - written
@@ -77,12 +79,17 @@ def _read_memory(case: Case) -> Iterator[Process]:
         if not entry.isdigit():
             continue
         content = _memory_of(int(entry))
-        if content and str(case.run_dir).encode() in content:
-            process = _parse(case, content, f"the memory of process {entry}")
-            if process is not None and process.pid == int(entry):
-                process.is_live = True
-                process.age_s = max(0.0, time.monotonic() - float(process.status["clock"]))
-                yield process
+        process = _parse(case, content, f"the memory of process {entry}") if content else None
+        # Other runs may name this one: its replays, or runs that start from its checkpoints.
+        if process is not None and process.pid == int(entry) and _is_of(case, process):
+            process.is_live = True
+            process.age_s = max(0.0, time.monotonic() - float(process.status["clock"]))
+            yield process
+
+
+def _is_of(case: Case, process: Process) -> bool:
+    """Whether a process named this run directory, by any path to it."""
+    return os.path.realpath(str(process.status.get("run"))) == os.path.realpath(case.run_dir)
 
 
 def _memory_of(pid: int) -> bytes:
@@ -102,7 +109,7 @@ def _memory_of(pid: int) -> bytes:
 
 
 def _parse(case: Case, content: bytes, where: str) -> Process | None:
-    """Return the process that a status describes; a note if it is damaged or of something else."""
+    """Return the process that a status describes; a note if it is damaged."""
     try:
         values: Any = json.loads(content)
         if not isinstance(values, dict):
@@ -119,8 +126,6 @@ def _parse(case: Case, content: bytes, where: str) -> Process | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         case.notes.append(f"{where} is no status of a process ({type(error).__name__}: {str(error)[:80]}): ignored")
         return None
-    if values.get("run") != str(case.run_dir):
-        case.notes.append(f"{where} belongs to another run ({str(values.get('run'))[:80]})")
     return process
 
 

@@ -14,6 +14,7 @@ from arealite.doctor.collect import collect
 from arealite.doctor.graph import find_cycle, find_edges
 from arealite.doctor.report import render
 from arealite.doctor.rules import diagnose
+from arealite.utils.status.writer import Status
 
 ADDRESS = "10.0.0.1:30000"
 
@@ -173,6 +174,23 @@ def test_damaged_and_foreign_files_are_one_note_each(tmp_path, capsys):
     assert any("elsewhere cannot be read from here" in note for note in case.notes)
     assert doctor.main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "healthy"
+
+
+def test_processes_of_other_runs_that_name_this_one_are_not_its_own(tmp_path):
+    # A replay of it, and a run whose name begins like its name.
+    run_dir = tmp_path / "läufe" / "run"
+    run_dir.mkdir(parents=True)
+    for other in (run_dir / "replays" / "1", run_dir.with_name("run-2")):
+        status = Status()
+        status.begin(other, "rank0", "trainer", has_thread=False)
+        try:
+            assert not collect(run_dir, 60.0).processes
+            link = tmp_path / "link"
+            link.symlink_to(other)
+            assert [(made.name, made.is_live) for made in collect(link, 60.0).processes] == [("rank0", True)]
+            link.unlink()
+        finally:
+            status.end()
 
 
 def test_a_run_without_status_and_wrong_arguments(tmp_path, capsys):
