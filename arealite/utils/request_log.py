@@ -7,7 +7,7 @@ tasks; their session keeps the log of its episode.
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelRequest, ModelResponse
@@ -21,6 +21,7 @@ class LoggedRequest(NamedTuple):
     responses: list[ModelResponse]
     is_group: bool
     error: str = ""
+    gconfig: dict[str, Any] | None = None
 
 
 RequestLog = list[LoggedRequest]
@@ -46,7 +47,8 @@ def log_request(request: ModelRequest, responses: list[ModelResponse], is_group:
     log = _log.get()
     if log is not None:
         prompt = list(request.input_ids)
-        log.append(LoggedRequest(prompt, request.seed, [_copy(prompt, r) for r in responses], is_group, error))
+        copies, gconfig = [_copy(prompt, r) for r in responses], dict(vars(request.gconfig))
+        log.append(LoggedRequest(prompt, request.seed, copies, is_group, error, gconfig))
 
 
 def _copy(prompt: list[int], response: ModelResponse) -> ModelResponse:

@@ -5,11 +5,12 @@ its tokens begin and how many there are.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from arealite.api.generation_args import GenerationHyperparameters
 from arealite.api.io_struct import ROUTED_EXPERTS, Batch, ModelResponse
 from arealite.core.episode import Episode
 from arealite.utils.request_log import LoggedRequest
@@ -18,6 +19,7 @@ from arealite.utils.request_log import LoggedRequest
 _BYTES, _TUPLE = "__bytes__", "__tuple__"
 # Columns of a batch that hold an answer.
 _ANSWER = ("input_ids", "logprobs", "versions")
+_USUAL = vars(GenerationHyperparameters())
 
 
 class RecordedRequest(NamedTuple):
@@ -30,6 +32,13 @@ class RecordedRequest(NamedTuple):
     responses: list[ModelResponse]
     # Why it was refused; empty if it was answered.
     error: str = ""
+    # What `describe_sampling` says about it; None in records of older versions.
+    sampling: dict[str, Any] | None = None
+
+
+def describe_sampling(gconfig: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that are not the defaults. A request has as many samples as answers."""
+    return {key: value for key, value in gconfig.items() if value != _USUAL.get(key) and key != "n_samples"}
 
 
 def encode_episode(episode: Episode, seed: int, batch: Batch | None, first_row: int = 0) -> dict[str, Any]:
@@ -112,6 +121,8 @@ def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, An
         encoded["is_group"] = True
     if logged.error:
         encoded["error"] = logged.error
+    if logged.gconfig is not None:
+        encoded["sampling"] = describe_sampling(logged.gconfig)
     if not any("at" in sample for sample in samples):
         encoded["prompt"] = logged.prompt
     return encoded
@@ -156,4 +167,4 @@ def _decode_request(episode: str, encoded: dict[str, Any], batch: Batch | None) 
         interruptions = sample.get("interruptions", 0)
         responses.append(ModelResponse(prompt, tokens, logprobs, versions, sample["stop"], interruptions, routed))
     is_group, error = encoded.get("is_group", False), encoded.get("error", "")
-    return RecordedRequest(episode, prompt, encoded["seed"], is_group, responses, error)
+    return RecordedRequest(episode, prompt, encoded["seed"], is_group, responses, error, encoded.get("sampling"))

@@ -18,6 +18,7 @@ _CAUSES = (
     ("^weights before", "the model or the checkpoint at the start is another one, or was changed"),
     ("^weights restored", "the checkpoint that the rollback restores is another one, or was changed"),
     ("^weights", "the optimizer step, or something that changed weights besides it"),
+    (r"^gconfig\.", "the workflow asked for other sampling: its code, or gconfig"),
     ("prompt", "the workflow asked for something else: its code, a tool, an environment, the chat template or the row"),
     ("tokens|input_ids|logprobs|versions", "sampling: other weights, another engine, or one that is not deterministic"),
     ("rewards|stats/", "the reward, or what it reads, gives another value for the same answers"),

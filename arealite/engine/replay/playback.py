@@ -1,7 +1,8 @@
 """Answers the requests of workflows in a replay, from the record or by servers at recorded versions.
 
-A request belongs to a recorded one if prompt and seed are equal. If there is none, the workflow has asked for something
-else than in the run, and `ReplayMismatch` names the first token in which the prompts differ.
+A request belongs to a recorded one if prompt, seed and sampling parameters are equal. If there is none, the workflow
+has asked for something else than in the run, and `ReplayMismatch` names the parameter, or the first token in which the
+prompts differ.
 """
 
 import asyncio
@@ -14,8 +15,9 @@ from typing import Any
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AReaLiteError, RequestError
+from arealite.api.generation_args import GenerationHyperparameters
 from arealite.api.io_struct import ModelRequest, ModelResponse
-from arealite.core.record.episodes import RecordedRequest
+from arealite.core.record.episodes import RecordedRequest, describe_sampling
 
 _SHOWN = 6
 
@@ -48,7 +50,11 @@ class Playback:
         waiting = self._by_key.get(_key(request.input_ids, request.seed, is_group))
         if not waiting:
             raise self._mismatch(request)
-        found = waiting.popleft()
+        sampling = describe_sampling(vars(request.gconfig))
+        found = next((each for each in waiting if each.sampling in (None, sampling)), None)
+        if found is None:
+            raise _other_sampling(waiting[0], request)
+        waiting.remove(found)
         self._by_seed[request.seed].remove(found)
         if found.error:
             raise RequestError(found.error)
@@ -68,6 +74,14 @@ class Playback:
         at = _common(nearest.prompt, asked)
         what = f"prompt of a request of episode {nearest.episode}, from token {at} on,"
         return ReplayMismatch(nearest.episode, what, _show(nearest.prompt, at), _show(asked, at))
+
+
+def _other_sampling(recorded: RecordedRequest, request: ModelRequest) -> ReplayMismatch:
+    old = vars(GenerationHyperparameters()) | (recorded.sampling or {})
+    new = vars(request.gconfig)
+    name = next(key for key in new if key != "n_samples" and old.get(key) != new[key])
+    what = f"gconfig.{name} of a request of episode {recorded.episode}"
+    return ReplayMismatch(recorded.episode, what, str(old.get(name)), str(new[name]))
 
 
 def _key(prompt: list[int], seed: int | None, is_group: bool) -> Any:

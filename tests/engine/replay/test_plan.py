@@ -4,12 +4,14 @@ import contextvars
 import json
 import pickle
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from arealite.api.errors import RecordError, RequestError
+from arealite.api.generation_args import GenerationHyperparameters
 from arealite.api.io_struct import ROUTED_EXPERTS, ModelRequest, ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories
@@ -246,6 +248,26 @@ def test_recorded_experts_are_played_back():
     episode = Episode(EpisodeId("stream", 4), {"prompt": "p"}, None, result=check_trajectories(batch), log=log)
     again = play([known.responses[0] for known in decode_requests(encode_episode(episode, 1, batch), batch)])
     assert torch.equal(again[ROUTED_EXPERTS], batch[ROUTED_EXPERTS])
+
+
+def test_requests_with_other_sampling_parameters_are_no_repetition():
+    sampled = [GenerationHyperparameters(max_new_tokens=count, stop=["."]) for count in (8, 4)]
+    answers = [ModelResponse([1, 2], [3, count], [-1.0, -2.0], [0, 0], "stop") for count in (8, 4)]
+    log = logged(*((ModelRequest([1, 2], g, seed=7), a) for g, a in zip(sampled, answers, strict=True)))
+    encoded = encode_episode(Episode(EpisodeId("stream", 4), {"prompt": "p"}, None, log=log), 1, None)
+    playback = Playback()
+    playback.add(decode_requests(json.loads(json.dumps(encoded)), None))
+    # Which of two requests at once ends first may differ.
+    again = playback.find(ModelRequest([1, 2], sampled[1], seed=7), is_group=False)
+    assert again.responses[0].output_tokens == [3, 4]
+    with pytest.raises(ReplayMismatch, match=r"gconfig.temperature of a request .* 4: recorded 1.0, replayed 0.5"):
+        playback.find(ModelRequest([1, 2], replace(sampled[0], temperature=0.5), seed=7), is_group=False)
+    difference = Difference(3, "gconfig.temperature of a request of episode 4", "1.0", "0.5")
+    assert "other sampling" in difference.describe([])
+    # Records of older versions have no parameters.
+    del encoded["requests"][0]["sampling"]
+    playback.add(decode_requests(encoded, None)[:1])
+    assert playback.find(ModelRequest([1, 2], replace(sampled[0], temperature=0.5), seed=7), is_group=False)
 
 
 def test_a_refused_request_is_refused_again_and_unknown_ones_name_the_nearest():
