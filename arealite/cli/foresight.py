@@ -29,10 +29,11 @@ def analyse(run_dir: RunDir, question: list[str] | None) -> dict[str, Any]:
         "recorded_step_s": what_if.recorded_step_s,
         "rerun_step_s": what_if.base.step_s,
         "advice": [answer.to_json() for answer in what_if.advise()],
-        "notes": [*path.notes, *what_if.notes()],
     }
+    scenario, name = parse_question(question or [], recording.settings)
+    result["notes"] = [*path.notes, *what_if.notes(scenario)]
     if question:
-        answer = what_if.ask(*parse_question(question, recording.settings))
+        answer = what_if.ask(scenario, name)
         result["what_if"] = answer.to_json() | {"off_policy": predict(_drift(run_dir), answer.rerun.ages)}
     return result
 
@@ -59,12 +60,13 @@ def answer_lines(run_dir: RunDir, question: list[str]) -> list[str]:
     recording = _read(run_dir)
     what_if = WhatIf(recording)
     base = what_if.ask(*parse_question([], recording.settings))
-    answer = what_if.ask(*parse_question(question, recording.settings))
+    scenario, name = parse_question(question, recording.settings)
+    answer = what_if.ask(scenario, name)
     drift = _drift(run_dir)
     lines = [f"recorded: {what_if.recorded_step_s:.2f} s a step", f"what if {answer.text()}"]
-    for name, each in (("as recorded, re-run", base), (answer.question, answer)):
-        lines += [f"{name}:", *(f"  {line}" for line in _describe(each, predict(drift, each.rerun.ages)))]
-    return [*lines, *(f"note: {note}" for note in what_if.notes())]
+    for title, each in (("as recorded, re-run", base), (answer.question, answer)):
+        lines += [f"{title}:", *(f"  {line}" for line in _describe(each, predict(drift, each.rerun.ages)))]
+    return [*lines, *(f"note: {note}" for note in what_if.notes(scenario))]
 
 
 def _describe(answer: Answer, found: dict[str, Any]) -> list[str]:

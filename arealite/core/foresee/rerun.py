@@ -91,6 +91,10 @@ class _Station:
         self.debt_s -= paid_s
         self.done += (worked_s - paid_s) * self.rate
 
+    def load(self) -> int:
+        """Return the number of jobs, with those that wait."""
+        return len(self.jobs) + len(self.waiting)
+
     def next_end(self) -> float:
         if not self.jobs:
             return float("inf")
@@ -144,8 +148,10 @@ class _Run:
         self.speed, self.speeds = simulation.speed, scenario.speeds
         most, running = self.speed.most, settings.max_running_requests
         most = most if running is None else max(1.0, running / self.speed.samples)
-        limits = most, self.speed.prompt_s, self.speed.pass_s
-        self.servers = [_Station(*limits) for _ in range(settings.servers)]
+        self.limits = most, self.speed.prompt_s, self.speed.pass_s
+        # Those that have had a job: servers beyond the episodes at once have none.
+        self.servers: list[_Station] = []
+        self.num_servers = settings.servers
         self.trainer = _Station()
         eta, self.batch = settings.max_head_offpolicyness, settings.batch_size
         lead = Lead(eta) if settings.lead is None else _FixedLead(min(settings.lead, eta))
@@ -241,11 +247,19 @@ class _Run:
             self._begin_part(row, index + 1)
 
         if kind == GENERATE:
-            server = min(self.servers, key=lambda each: len(each.jobs) + len(each.waiting))
+            server = self._choose_server()
             latency_s = self.speed.latency_s
             self._add_job(server, work, (lambda: self._later(latency_s, follow)) if latency_s else follow)
         else:
             self._later(work / self.factor(kind), follow)
+
+    def _choose_server(self) -> _Station:
+        """Return the server with the fewest jobs."""
+        found = min(self.servers, key=_Station.load, default=None)
+        if found is not None and (not found.load() or len(self.servers) == self.num_servers):
+            return found
+        self.servers.append(_Station(*self.limits))
+        return self.servers[-1]
 
     def _end_episode(self, row: int, state: str) -> None:
         del self.running[row]

@@ -22,6 +22,8 @@ _SPEEDS = {
 }
 _SETTINGS = ("max_head_offpolicyness", "lead", "max_concurrent_rollouts", "servers", "max_running_requests")
 KEYS = (*_SETTINGS, *_SPEEDS)
+# Other names that people have for a key.
+_ALSO = {"eta": "max_head_offpolicyness", "η": "max_head_offpolicyness"}
 # A gain below it is not worth a line.
 _MIN_GAIN = 0.01
 # A re-run of the recording that differs by more than this from it makes predictions doubtful.
@@ -67,9 +69,13 @@ class WhatIf:
     def recorded_step_s(self) -> float:
         return self.recording.seconds / (len(self.recording.steps) - 1)
 
-    def notes(self) -> list[str]:
-        """Say what makes the predictions doubtful."""
+    def notes(self, scenario: Scenario | None = None) -> list[str]:
+        """Say what makes the predictions doubtful, and what of a scenario cannot change anything."""
         found, error = [], self.base.step_s / max(self.recorded_step_s, 1e-9) - 1
+        kinds = {kind for episode in self.recording.episodes for kind, _ in episode.parts} | {"trainer"}
+        for key, kind in _SPEEDS.items():
+            if scenario and kind in scenario.speeds and kind not in kinds:
+                found.append(f"{key} changes nothing: no episode of the run has a part of that kind")
         if abs(error) > _MAX_ERROR:
             found.append(
                 f"a re-run as recorded takes {self.base.step_s:.2f} s a step, the run took {self.recorded_step_s:.2f}: "
@@ -139,9 +145,11 @@ def parse_question(words: Sequence[str], settings: Settings) -> tuple[Scenario, 
         key, _, text = word.partition("=")
         key = key.removeprefix("rollout.").removeprefix("server.")
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, 1)
+            near = [_ALSO[key]] if key in _ALSO else difflib.get_close_matches(key, KEYS, 1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"--what-if does not know {key!r}{hint} It takes {', '.join(KEYS)}")
+        if key in values or _SPEEDS.get(key) in speeds:
+            raise ConfigError(f"--what-if has {key} twice: {' '.join(words)}. Ask for one value at a time")
         value = _parse_value(key, text)
         if key in _SPEEDS:
             speeds[_SPEEDS[key]] = value
@@ -149,7 +157,14 @@ def parse_question(words: Sequence[str], settings: Settings) -> tuple[Scenario, 
             values[key] = value
     if "max_head_offpolicyness" in values:
         settings = _with_eta(settings, values["max_head_offpolicyness"])
-    return Scenario(replace(settings, **values), speeds), " ".join(words)
+    settings = replace(settings, **values)
+    lead, eta = settings.lead, settings.max_head_offpolicyness
+    if lead is not None and lead > eta:
+        raise ConfigError(
+            f"--what-if lead={lead} is above max_head_offpolicyness={eta}, which limits it: ask for both, "
+            f"lead={lead} max_head_offpolicyness={lead}"
+        )
+    return Scenario(settings, speeds), " ".join(words)
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -117,11 +117,32 @@ def test_the_speed_is_fitted_to_the_counters_of_servers():
         ("reward_speed=0", "a factor above 0"),
         ("reward_speed=nan", "a factor above 0"),
         ("max_head_offpolicyness=-1", "a whole number from 0"),
+        ("eta=2", "did you mean max_head_offpolicyness"),
+        ("servers=2 servers=3", "has servers twice"),
+        ("reward_speed=2 reward_speed=3", "has reward_speed twice"),
+        ("lead=5 max_head_offpolicyness=1", "lead=5 is above max_head_offpolicyness=1"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(word, message):
     with pytest.raises(ConfigError, match=message):
-        parse_question([word], Settings(4))
+        parse_question(word.split(), Settings(4))
+
+
+def test_a_speed_of_something_that_the_run_does_not_have_is_noted():
+    what_if = WhatIf(synchronous())
+    scenario, _ = parse_question(["tool_speed=2", "reward_speed=2", "trainer_speed=2"], what_if.recording.settings)
+    assert [note for note in what_if.notes(scenario) if "changes nothing" in note] == [
+        "tool_speed changes nothing: no episode of the run has a part of that kind"
+    ]
+    assert not any("changes nothing" in note for note in what_if.notes())
+
+
+def test_servers_beyond_the_episodes_at_once_cost_nothing():
+    recording = synchronous()
+    simulation = Simulation(recording, GenerationSpeed(1.0, 0.2, shared=CoreUse(2.0, server=1.1, token_s=0.1)))
+    enough = recording.settings.batch_size * (1 + recording.settings.max_head_offpolicyness)
+    reruns = [simulation.run(Scenario(replace(recording.settings, servers=n))) for n in (enough, 10**6)]
+    assert reruns[0].ready_at == reruns[1].ready_at
 
 
 def test_a_machine_on_which_others_work_is_noticed():

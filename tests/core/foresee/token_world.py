@@ -135,7 +135,7 @@ class _TokenRun(_Run):
         made = SimpleNamespace(recording=Recording(settings, steps, rows), works=works, speed=speed)
         super().__init__(made, Scenario(settings))  # type: ignore[arg-type]
         self.world = world
-        self.servers = [_TokenServer(world) for _ in self.servers]
+        self.servers = [_TokenServer(world) for _ in range(self.num_servers)]
         self.began: dict[int, float] = {}
         self.ended: dict[int, float] = {}
         self.versions: dict[int, int] = {}
