@@ -85,6 +85,11 @@ class Process:
         return self.proc is not None if self.is_local else not self.has_ended and self.exit_code is None
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped by a signal or a debugger: its waits are those of the moment before."""
+        return self.proc is not None and self.proc.state in "Tt"
+
+    @property
     def is_silent(self) -> bool:
         """Whether it is on another machine and has not written its file for long: what it says is old."""
         return not self.is_local and self.age_s > LATE_FILE_S
@@ -154,7 +159,7 @@ class Case:
     def long_waits(self, *kinds: str) -> Iterator[tuple[Process, dict[str, Any]]]:
         """Yield (process, wait) of the running processes, beyond the patience."""
         for process in self.processes:
-            if process.is_running and not process.is_silent:
+            if process.is_running and not process.is_silent and not process.is_stopped:
                 for wait in process.waits:
                     if wait.get("kind") in kinds and wait["age_s"] >= self.patience_s:
                         yield process, wait

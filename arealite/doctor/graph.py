@@ -20,7 +20,7 @@ def find_edges(case: Case) -> list[Edge]:
     """Return an edge for every process that a wait is for."""
     edges = []
     for process in case.processes:
-        if process.is_running:
+        if process.is_running and not process.is_stopped:
             for wait in process.waits:
                 edges += [Edge(process.name, target, wait) for target in _targets(case, process, wait)]
     return edges

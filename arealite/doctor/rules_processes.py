@@ -53,7 +53,7 @@ def memory_pressure(case: Case) -> Iterator[Finding]:
 
 def stopped(case: Case) -> Iterator[Finding]:
     for process in case.processes:
-        if process.proc and process.proc.state in "Tt":
+        if process.proc and process.is_stopped:
             kind = "launcher_stopped" if process.role == "launcher" else "process_stopped"
             what = "the launcher" if process.role == "launcher" else process.name
             evidence = [f"process {process.pid} is in state {process.proc.state}", *_waited_for(case, process)]
@@ -67,7 +67,7 @@ def gil_held(case: Case) -> Iterator[Finding]:
         is_threaded = process.status.get("interval_s") and process.role != "launcher"
         if not (process.proc and process.is_live and is_threaded and process.age_s > limit_s):
             continue
-        if process.proc.state in "Tt":
+        if process.is_stopped:
             continue
         evidence = [
             f"no thread of process {process.pid} has run Python code for {process.age_s:.0f} s; it uses "
@@ -87,8 +87,7 @@ def loop_blocked(case: Case) -> Iterator[Finding]:
     for process in case.processes:
         for name, lag_s in process.part("loops").items():
             lag_s += process.age_s if process.is_local else 0.0
-            is_stopped = process.proc is not None and process.proc.state in "Tt"
-            if process.is_running and not is_stopped and lag_s >= max(case.patience_s, 3.0):
+            if process.is_running and not process.is_stopped and lag_s >= max(case.patience_s, 3.0):
                 evidence = [f"the event loop {name}{process.where} has not answered for {lag_s:.0f} s"]
                 evidence += [f"it is in {place}" for place in loop_place(process)]
                 verdict = (

@@ -13,6 +13,8 @@ _REWARD = "give the reward a timeout (reward_timeout_s), look at its stack, or c
 _SLOW_SHARE = 1 / 3
 # A wait is like others that have ended if those took more than this share of it.
 _SAME_SIZE = 0.2
+# Since the last update, for versions of trainer and servers to be comparable: both are written every second.
+_SETTLED_S = 2.0
 # KV blocks that are free in a full cache.
 _FULL_SHARE = 0.05
 
@@ -104,12 +106,18 @@ def version_skew(case: Case) -> Iterator[Finding]:
     version = trainer.part("executor").get("version") if trainer else None
     if trainer is None or version is None or any(w.get("kind") in ("load", "publish") for w in trainer.waits):
         return
-    updated_s = float((trainer.part("completed").get("load") or {}).get("age_s", float("inf"))) + trainer.age_s
+    settled_s = float((trainer.part("completed").get("load") or {}).get("age_s", float("inf")))
+    is_asked = {entry.get("address"): entry.get("is_open") for entry in trainer.parts("servers")}
     for server in case.role("server"):
         held = server.part("engine").get("weight_version")
         # What it wrote before the last update says nothing.
-        is_newer = server.is_running and server.age_s < updated_s
-        if is_newer and held is not None and str(held) != str(int(version)):
+        is_newer = server.is_running and not server.is_stopped and server.age_s < settled_s + trainer.age_s
+        # A server that has just started, and catches up.
+        is_starting = is_asked and not is_asked.get(server.part("facts").get("address"))
+        # The trainer may have updated it since its own status was written.
+        ahead = int(held) - int(version) if str(held).isdigit() else 0
+        is_later = ahead > 0 and (settled_s < _SETTLED_S or (ahead == 1 and server.age_s < trainer.age_s))
+        if is_newer and held is not None and not is_starting and not is_later and str(held) != str(int(version)):
             evidence = [f"the trainer is at version {version:.0f}, {server.name}{server.where} holds {held}"]
             verdict = (
                 f"{server.name} generates with other weights than the trainer's: version {held}, not {version:.0f}"

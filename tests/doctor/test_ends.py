@@ -13,7 +13,7 @@ from arealite.doctor.graph import find_edges
 from arealite.doctor.report import render
 from arealite.doctor.rules import diagnose
 from arealite.utils.status.writer import pid_space
-from tests.doctor.test_rules import batch, completed, episodes, process, server, silent, wait
+from tests.doctor.test_rules import ADDRESS, batch, completed, episodes, process, server, silent, wait
 
 
 def launcher(name="node0", state=None, children=(), **facts):
@@ -122,6 +122,35 @@ def test_version_of_a_remote_server_counts_if_it_is_newer_than_the_update():
         diagnose(Case(Path("/run"), 600.0, [trainer, elsewhere(server(), age_s=age_s)]))[0].kind for age_s in (4.0, 1.0)
     ]
     assert kinds == ["healthy", "version_skew"]
+
+
+def test_updates_between_the_statuses_of_trainer_and_server_are_no_skew():
+    def kind(held, load_s, trainer_s, server_s):
+        trainer, made = completed(batch(version=3), "load", 0.1, age_s=load_s), server(weight_version=str(held))
+        trainer.age_s, made.age_s = trainer_s, server_s
+        return diagnose(Case(Path("/run"), 600.0, [trainer, made]))[0].kind
+
+    # The trainer's status is a second old: it has trained two steps since.
+    assert kind(5, load_s=0.3, trainer_s=1.0, server_s=0.1) == "healthy"
+    assert kind(4, load_s=20.0, trainer_s=1.0, server_s=0.1) == "healthy"
+    assert kind(4, load_s=20.0, trainer_s=0.1, server_s=1.0) == "version_skew"
+    assert kind(9, load_s=20.0, trainer_s=1.0, server_s=0.1) == "version_skew"
+    assert kind(2, load_s=0.3, trainer_s=1.0, server_s=0.1) == "version_skew"
+
+
+def test_a_server_that_is_not_asked_yet_may_have_the_first_weights():
+    for is_open, expected in ((False, "healthy"), (True, "version_skew")):
+        trainer = batch(version=3)
+        trainer.status["servers"] = [{"address": ADDRESS, "is_open": is_open}]
+        assert diagnose(Case(Path("/run"), 600.0, [trainer, server()]))[0].kind == expected
+
+
+def test_waits_of_a_stopped_rank_are_old():
+    waits = [[wait("collective", f"sum #{number}", ["ranks"])] for number in (8, 3)]
+    ranks = [process("rank0", waits=waits[0]), process("rank1", state="T", waits=waits[1])]
+    kinds = {finding.kind: finding for finding in diagnose(Case(Path("/run"), 5.0, ranks))}
+    assert [*kinds] == ["process_stopped", "collective_deadlock"]
+    assert "for rank1, which does not come" in kinds["collective_deadlock"].verdict
 
 
 def test_ranks_of_engines_in_controller_mode_meet_their_own_engine():
