@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from arealite.api.errors import ConfigError
@@ -36,12 +36,19 @@ def load_object(name: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}={name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        near = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{key}={name}: the module {module_name} has no {attribute!r}{hint}")
+        raise ConfigError(
+            f"{key}={name}: the module {module_name} has no {attribute!r}{suggest(attribute, vars(module))}"
+        )
     if not callable(found):
         raise ConfigError(f"{key}={name} is a {type(found).__name__}; it must be a class or a function")
     return found
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown `name`: what was meant, if that can be guessed."""
+    module, _, attribute = name.rpartition(".")
+    near = [f"{module}:{attribute}"] if module else difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def call_with(

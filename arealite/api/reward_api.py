@@ -20,6 +20,8 @@ from arealite.api.errors import DatasetError
 
 # What every reward gets besides the columns of its row.
 _GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids")
+# Columns that workflows read and rewards do not get.
+_FOR_WORKFLOWS = ("messages", "input_ids", "seed", "images", "image")
 # An answer with at least this reward is right: partial credit is no pass. Rewards pass through float32.
 SOLVED = 1.0 - 1e-4
 
@@ -44,18 +46,33 @@ class Score(float):
 
 
 def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
-    """Raise `DatasetError` if a reward needs a column that a row does not have."""
+    """Raise `DatasetError` if a reward needs what it does not get, or does not take what it gets."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         # Some callables, such as those of extensions, do not say what they take.
         return
+    name = getattr(fn, "__name__", type(fn).__name__)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in (*_GIVEN, *row)]
+    if "completions" in missing:
+        raise DatasetError(
+            f"the reward {name} takes `completions`, a list as in TRL. A reward that a configuration names scores one "
+            "answer: take `completion` and return a number, or pass the function to `arealite.GRPOTrainer`"
+        )
     if missing:
         raise DatasetError(
-            f"the reward {getattr(fn, '__name__', type(fn).__name__)} needs {', '.join(map(repr, missing))}, and a row "
-            f"has the columns {', '.join(map(str, row))}: set columns.{missing[0]} to one of them, or change the reward"
+            f"the reward {name} needs {', '.join(map(repr, missing))}, and a row has the columns "
+            f"{', '.join(map(str, row))}: set columns.{missing[0]} to one of them, or change the reward"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    taken = {p.name for p in named} | set(_FOR_WORKFLOWS)
+    unused = [key for key in dict.fromkeys((*_GIVEN, *row)) if key not in taken]
+    if unused:
+        raise DatasetError(
+            f"the reward {name} does not take {', '.join(map(repr, unused))}, which every call passes by name: end its "
+            "parameters with **row"
         )
 
 

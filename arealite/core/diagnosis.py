@@ -41,7 +41,7 @@ class FailureStreak:
         self.count = 0
         self.total = 0
         self.first: BaseException | None = None
-        self._total_at_warning = 0
+        self._next_warning = 1
 
     def end(self) -> None:
         """An episode succeeded: start counting again."""
@@ -55,12 +55,13 @@ class FailureStreak:
             self.first = error
         self.count += 1
         self.total += 1
-        # Warn only after the total has doubled, so that many failures print few lines.
-        if self.count == 3 and self.total >= 2 * self._total_at_warning:
-            self._total_at_warning = self.total
-            show_message(
-                f"warning: 3 episodes in a row failed, {self.total} so far: {describe(error)} (more in the log)"
-            )
+        # The first failure, then each time the total has grown four times: many failures print few lines.
+        if self.total >= self._next_warning and self.count < self.limit:
+            self._next_warning = 4 * self.total
+            start = f"{self.total} episodes failed so far, {self.count} in a row"
+            if self.total == 1:
+                start = "an episode failed, and its row is left out"
+            show_message(f"warning: {start}: {describe(error)} (more in the log)")
         if self.count < self.limit:
             return None
         fatal = TrainingError(

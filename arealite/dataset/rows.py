@@ -111,7 +111,9 @@ def read_rows(file: Path) -> Iterator[Row]:
                 yield from check_rows(_csv_rows(lines) if file.suffix == ".csv" else _json_lines(lines))
     except (ValueError, OSError, EOFError, OverflowError, RecursionError, zlib.error, csv.Error) as error:
         place = f"{file}, line {lines.number}" if lines is not None and lines.number else file
-        raise DatasetError(f"cannot read {place}: {_reason(error)}") from error
+        known = file.name.endswith(DATA_FILES)
+        hint = "" if known else f". A file that is no {', '.join(DATA_FILES)} is read as lines of JSON"
+        raise DatasetError(f"cannot read {place}: {_reason(error)}{hint}") from error
 
 
 class _Lines:

@@ -1,6 +1,6 @@
 """Datasets of a Python caller: lists of dicts, `datasets.Dataset`, dicts of splits, paths and names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,20 @@ def read_data(data: Any, name: str, split: Sequence[str] = _TRAINING) -> list[Ro
         return str(data)
     if isinstance(data, Mapping):
         found = next((word for word in split if word in data), None)
+        if found is None and _is_columns(data):
+            raise DatasetError(
+                f"{name} is a dict of columns ({', '.join(map(str, data))}): give a list of rows, such as "
+                "[{'prompt': …, 'answer': …}, …]"
+            )
         if found is None:
             raise DatasetError(f"{name} has the splits {', '.join(map(str, data))}: pass the one to use")
         return read_data(data[found], name)
     if isinstance(data, type) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        advice = ": pass list(dataset.take(1000))" if hasattr(data, "take") else ""
+        advice = ""
+        if hasattr(data, "take"):
+            advice = ": pass list(dataset.take(1000))"
+        elif isinstance(data, Iterator):
+            advice = ": pass list(…) of it, since training reads rows more than once and in any order"
         raise DatasetError(
             f"{name} is {type(data).__name__}; give a list of dicts, a datasets.Dataset, a path or a name{advice}"
         )
@@ -37,6 +46,11 @@ def read_data(data: Any, name: str, split: Sequence[str] = _TRAINING) -> list[Ro
         advice = ": pass df.to_dict('records')" if hasattr(data, "columns") else ""
         raise DatasetError(f"a row of {name} is {type(wrong).__name__}, not a dict of columns{advice}")
     return [dict(row) for row in rows]
+
+
+def _is_columns(data: Mapping[Any, Any]) -> bool:
+    """Whether this holds lists of values, one for each column, and not splits."""
+    return any(isinstance(own, list | tuple) and not isinstance(next(iter(own), {}), Mapping) for own in data.values())
 
 
 def read_eval_data(data: Any) -> dict[str, list[Row] | str]:
@@ -53,6 +67,7 @@ def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_pro
 
     `keeps_prompt` also keeps the prompt as it is, for reward functions of TRL's kind.
     """
+    section = "train_dataset" if name == "train_dataset" else "valid_dataset"
 
     def make(raw: Row) -> Row:
         row = dict(apply_columns(raw, columns))
@@ -61,8 +76,9 @@ def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_pro
             raise ValueError("its `prompt` is None: remove the row, or give it a text or a list of messages")
         if asked is None:
             raise ValueError(
-                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row)) or 'none'}. Rename "
-                "the column of the question to `prompt`, or pass config={'train_dataset': {'columns': {'prompt': …}}}"
+                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row)) or 'none'}. "
+                "Rename the column of the question to `prompt`, or pass "
+                f"config={{{section!r}: {{'columns': {{'prompt': …}}}}}}"
             )
         if isinstance(row.get("prompt"), list):
             row["messages"] = row.pop("prompt")

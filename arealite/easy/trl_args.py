@@ -7,6 +7,7 @@ what to use instead; what has none and changes nothing that was asked for is nam
 import dataclasses
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from arealite.api.errors import ConfigError
@@ -91,6 +92,12 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 # Values of `stats_logger`, by `report_to`.
 _SERVICES = {"tensorboard": True, "wandb": "online", "swanlab": "online", "trackio": "local"}
 _PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
+# Fields that are compared or computed with here. The configuration checks the others.
+_NUMBERS = (
+    "max_steps", "num_train_epochs", "warmup_steps", "save_steps", "eval_steps", "logging_steps",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_generations", "num_generations_eval", "epsilon", "epsilon_high",
+)  # fmt: skip
 
 Fields = Mapping[str, Any]
 Keys = dict[str, Any]
@@ -148,6 +155,9 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
     for name, (allowed, advice) in _REFUSED.items():
         if name in fields and fields[name] not in (allowed, None, "", {}):
             raise ConfigError(f"{name}={fields[name]!r} has no counterpart: {advice}")
+    for name in _NUMBERS:
+        if not isinstance(fields.get(name, 0), Real | None):
+            raise ConfigError(f"{name}={fields[name]!r} is {type(fields[name]).__name__}: give a number")
     same = _SAME | _SAME_RL if is_rl else _SAME
     found = {key.format(model=section): fields[name] for name, key in same.items() if fields.get(name) is not None}
     found |= _steps(fields) | _optimizer(fields, section) | _precision(fields, section, on_gpu)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameters, GRPOConfig
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
-from arealite.api.named_code import accepted, load_object
+from arealite.api.named_code import accepted, load_object, suggest
 from arealite.api.reward_api import RewardFn, check_columns
 from arealite.api.rollout_api import load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
@@ -122,7 +122,8 @@ def find_reward(data: DataSourceConfig, default: str | None = None) -> RewardFn:
         )
     if ":" not in name:
         if name not in REWARDS:
-            raise ConfigError(f"there is no reward {name!r}: use {', '.join(REWARDS)}, or package.module:function")
+            choice = f"use {', '.join(REWARDS)}, or package.module:function"
+            raise ConfigError(f"there is no reward {name!r}: {choice}{suggest(name, REWARDS)}")
         return REWARDS[name]
     return cast(RewardFn, load_object(name, "reward"))
 

@@ -151,6 +151,7 @@ COMPRESSED = gzip.compress(b"".join(b'{"a": %d}\n' % i for i in range(1000)))
         ("a.csv", b"q,a,q\n1,2,3\n", "line 1: the header names a column twice"),
         ("a.csv", b"q,a\n1,\xff\n", "row 1 holds text that is not valid UTF-8"),
         ("a.csv", b"", "is empty"),
+        ("a.txt", b"1+1?\n", r"line 1: not valid JSON.*\. A file that is no \.jsonl, .* is read as lines of JSON"),
         ("a.parquet", b"", "a.parquet"),
         ("a.parquet", b"PAR1" + b"x" * 1000 + b"PAR1", "a.parquet"),
     ],

@@ -103,6 +103,7 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
             "16 completions, which is not divisible by the 32 of an optimizer step",
         ),
+        ({"max_steps": "many"}, "max_steps='many' is str: give a number"),
         ({"load_best_model_at_end": True}, "unknown key 'load_best_model_at_end'"),
     ],
 )

@@ -61,7 +61,8 @@ def test_rewards_are_named_by_the_dataset_then_the_run_then_the_task():
     ("reward", "message"),
     [
         (None, "no reward is known for the dataset 'mine.jsonl': set reward to a built-in one .gsm8k, math"),
-        ("maths", "there is no reward 'maths': use gsm8k, math"),
+        ("maths", r"there is no reward 'maths': use gsm8k, math.* did you mean math\?"),
+        ("my_task.vowels", r"there is no reward 'my_task.vowels': .* did you mean my_task:vowels\?"),
         ("no_such_module:f", "reward=no_such_module:f: there is no module 'no_such_module'"),
         ("arealite.reward.math:nothing", "the module arealite.reward.math has no 'nothing'"),
         ("arealite.reward.math:_MAX_FORMULA", "is a int; it must be a class or a function"),
@@ -217,6 +218,14 @@ def test_reference_answers_of_real_data_are_right_and_others_wrong(name, tokeniz
             assert not others, f"{len(others)} of {count}: {others[:3]}"
 
 
+def score_alone(completion):
+    return 1.0
+
+
+def score_lists(completions, **columns):
+    return [1.0] * len(completions)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA, reason="AREALITE_TEST_DATA names no folder")
 def test_dialogues_of_hh_rlhf_are_split(tokenizer):
@@ -243,6 +252,12 @@ def test_tokenizer_chat_template_and_columns_of_the_reward_are_checked(model_pat
         AReaLiteError, match="the reward score needs 'target', and a row has the columns messages, answer"
     ):
         check(tmp_path, "grpo", data, f"reward={__name__}:score", f"trainer.grpo.actor.path={model_path}")
+    for name, message in {
+        "score_alone": "the reward score_alone does not take 'prompt', 'prompt_ids', 'completion_ids', 'answer', which",
+        "score_lists": "the reward score_lists takes `completions`, a list as in TRL",
+    }.items():
+        with pytest.raises(AReaLiteError, match=message):
+            check(tmp_path, "grpo", data, f"reward={__name__}:{name}", f"trainer.grpo.actor.path={model_path}")
     empty, plain = tmp_path / "empty", shutil.copytree(model_path, tmp_path / "plain")
     empty.mkdir()
     shutil.copy(model_path / "config.json", empty)

@@ -1,0 +1,36 @@
+"""Datasets of a Python caller: what cannot be read says what to pass instead."""
+
+import pytest
+
+from arealite.api.errors import DatasetError
+from arealite.easy.data import as_prompts, read_data
+
+ROWS = [{"prompt": "1+1?", "answer": "2"}]
+
+
+def test_rows_and_splits_are_read():
+    assert read_data(tuple(ROWS), "train_dataset") == ROWS
+    assert read_data({"test": [], "train": ROWS}, "train_dataset") == ROWS
+    assert read_data("rows.jsonl", "train_dataset") == "rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((row for row in ROWS), r"train_dataset is generator; .*: pass list\(…\) of it"),
+        ({"prompt": ["1+1?"], "answer": ["2"]}, r"train_dataset is a dict of columns \(prompt, answer\): give a list"),
+        ({"prompt": [[{"role": "user", "content": "1+1?"}]]}, "is a dict of columns"),
+        ({"easy": ROWS, "hard": ROWS}, "train_dataset has the splits easy, hard: pass the one to use"),
+        (["1+1?"], "a row of train_dataset is str, not a dict of columns"),
+        ([], "train_dataset has no rows"),
+    ],
+)
+def test_other_data_is_refused_with_what_to_pass(data, message):
+    with pytest.raises(DatasetError, match=message):
+        read_data(data, "train_dataset")
+
+
+@pytest.mark.parametrize(("name", "key"), [("train_dataset", "train_dataset"), ("eval_dataset", "valid_dataset")])
+def test_rows_without_a_prompt_name_the_key_of_their_own_dataset(name, key):
+    with pytest.raises(DatasetError, match=f"{name}, row 1: it has no `prompt` .* config={{'{key}': "):
+        as_prompts([{"question": "1+1?"}], name, {}, keeps_prompt=False)
