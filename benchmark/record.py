@@ -22,8 +22,8 @@ from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories, join_trajectories
 from arealite.core.record.recorder import Recorder
 from arealite.core.record.step_file import step_path
-from arealite.engine.fsdp import weight_sums
 from arealite.utils.request_log import LoggedRequest
+from arealite.weights import checksums
 
 HIDDEN, LAYERS = 1024, 12
 
@@ -65,7 +65,7 @@ def main() -> None:
             tokens = int(batch["attention_mask"].sum())
             start = time.thread_time()
             recorder.add_batch(episodes, batch)
-            recorder.commit(step, {"stats": [], "weights": {"actor": weight_sums.take(model)}})
+            recorder.commit(step, {"stats": [], "weights": {"actor": checksums.take(model)}})
             trainer_s.append(time.thread_time() - start)
         recorder.close()
         writer_s = time.process_time() - in_all_s - (time.thread_time() - in_main_s)

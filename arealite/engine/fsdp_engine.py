@@ -24,7 +24,7 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
-from arealite.engine.fsdp import checkpoint, sharded_checkpoint, weight_sums
+from arealite.engine.fsdp import checkpoint, sharded_checkpoint
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.device import choose_device
 from arealite.engine.fsdp.expert_parallel import apply_expert_parallel
@@ -44,6 +44,7 @@ from arealite.utils import distributed
 from arealite.utils.imports.compiler_imports import import_compiler
 from arealite.utils.process import before_engine
 from arealite.utils.startup import do_while_servers_start, startup_phase
+from arealite.weights import checksums
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Shard, Transport
 
@@ -222,8 +223,7 @@ class FSDPEngine(TrainEngine):
     def sum_over_ranks(self, *totals: torch.Tensor) -> list[float]:
         """Sum each number over all data-parallel ranks."""
         # Statistics are Σ total / Σ weight: these weights add up to 1.
-        share = 1.0 / self.dp_size
-        sums = self.reduce_stats({str(i): Stat(total, share) for i, total in enumerate(totals)})
+        sums = self.reduce_stats({str(i): Stat(total, 1.0 / self.dp_size) for i, total in enumerate(totals)})
         return [sums[str(i)] for i in range(len(totals))]
 
     def train_batch(
@@ -384,7 +384,7 @@ class FSDPEngine(TrainEngine):
         checkpoint.save_hf(self, path, durable=False, merge=not adapter_only)
 
     def weight_sums(self) -> dict[str, tuple[int, float]]:
-        return weight_sums.take(self.model)
+        return checksums.take(self.model)
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         """Return further tensors for the sharded checkpoint. Subclasses override it."""

@@ -8,9 +8,9 @@ B sequences, T padded length, N packed tokens.
 """
 
 import heapq
+from functools import reduce
 
 import torch
-from torch.nn.functional import pad
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import IMAGE_FILES, IMAGE_INDEX, IMAGE_NAMES, NO_EXPERT, ROUTED_EXPERTS, STATS_PREFIX, Batch
@@ -100,15 +100,12 @@ def concat_padded(batches: list[Batch]) -> Batch:
 
 
 def _concat_padded(parts: list[torch.Tensor], fill: float = 0) -> torch.Tensor:
-    lengths = [part.shape[1] for part in parts]
-    longest = max(lengths)
-    if min(lengths) < longest:
-        rest = (0, 0) * (parts[0].dim() - 2)
-        parts = [
-            pad(part, (*rest, 0, longest - length), value=fill) if length < longest else part
-            for part, length in zip(parts, lengths, strict=True)
-        ]
-    return torch.cat(parts)
+    longest, rows = max(part.shape[1] for part in parts), [len(part) for part in parts]
+    dtype = reduce(torch.promote_types, {part.dtype for part in parts})
+    joined = parts[0].new_full((sum(rows), longest, *parts[0].shape[2:]), fill, dtype=dtype)
+    for place, part in zip(joined.split(rows), parts, strict=True):
+        place[:, : part.shape[1]] = part
+    return joined
 
 
 def _concat_images(batches: list[Batch], with_images: list[Batch]) -> Batch:
@@ -170,13 +167,15 @@ def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
     return chosen
 
 
-def pack(batch: Batch) -> Batch:
-    """Pack a padded batch: drop the padding and concatenate the tokens of all sequences."""
-    mask = batch["attention_mask"].bool()
+def pack(batch: Batch, rows: list[int] | None = None) -> Batch:
+    """Drop the padding of a batch, or of these rows of it, and concatenate the tokens of all sequences."""
+    chosen = slice(None) if rows is None else torch.tensor(rows, dtype=torch.long)
+    mask = batch["attention_mask"][chosen].bool()
     lengths = mask.sum(dim=1)
-    index = mask.flatten().nonzero(as_tuple=True)[0]
+    row, token = mask.nonzero(as_tuple=True)
+    index = (row if rows is None else chosen[row]) * mask.shape[1] + token
     packed = {
-        key: value.flatten(0, 1)[index] if is_per_token(batch, key) else value
+        key: value.flatten(0, 1).index_select(0, index) if is_per_token(batch, key) else value[chosen]
         for key, value in batch.items()
         if key != "attention_mask"
     }

@@ -54,6 +54,22 @@ def test_pack_and_unpack_are_inverse():
     assert torch.equal(unpack(packed["input_ids"], batch["attention_mask"]), batch["input_ids"])
 
 
+def test_packed_rows_are_the_packed_selection():
+    batch = batch_of([2, 5, 1, 4])
+    batch["routed"] = torch.rand(4, 5, 3)
+    for rows in ([3, 0], [1], [2, 1, 0, 3]):
+        packed, selected = pack(batch, rows), pack(select_rows(batch, rows))
+        assert packed.keys() == selected.keys()
+        assert all(torch.equal(packed[key], selected[key]) for key in packed), rows
+
+
+def test_concat_widens_types_as_torch_does():
+    short, long = batch_of([2]), batch_of([4])
+    short["values"], long["values"] = torch.tensor([[1, 2]]), torch.tensor([[0.5, 1.5, 2.5, 3.5]])
+    joined = concat_padded([short, long])["values"]
+    assert joined.tolist() == [[1.0, 2.0, 0.0, 0.0], [0.5, 1.5, 2.5, 3.5]]
+
+
 def test_sequence_sums():
     sums = sequence_sums(torch.arange(6.0), torch.tensor([0, 1, 4, 6]))
     assert sums.tolist() == [0, 6, 9]

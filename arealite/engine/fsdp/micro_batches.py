@@ -112,8 +112,9 @@ def make_micro_batches(
     key_cost = _key_cost(model.config) if share_prefix else None
     parts, share_prefix = _split_rows(batch, max_tokens, dp_group, key_cost, count)
     for rows in parts:
-        part = select_rows(batch, rows) if rows else _filler_row(batch)
-        data = pack(part)
+        # Image sets are not rows: those of the chosen rows are found first.
+        part = (select_rows(batch, rows) if with_images else batch) if rows else _filler_row(batch)
+        data = pack(part, rows if part is batch else None)
         del data["max_seqlen"]
         lengths = data["cu_seqlens"].diff().tolist()
         # Found on the host: on the device it would synchronize.
@@ -165,7 +166,7 @@ def _split_rows(
     least = count.of_rank(sum(tokens))
     needs = [0, sum(tokens), 0, max(least, len(split_micro_batches(sizes, max_tokens)))]
     if tree is not None:
-        needs[0], needs[2] = sum(tree.saved), max(least, len(tree.split(max_tokens, 1)))
+        needs[0], needs[2] = sum(tree.saved), max(least, len(tree.split(max_tokens)))
     ranks = [needs]
     if dp_group is not None:
         table = torch.zeros(dist.get_world_size(dp_group), 4, dtype=torch.long)
@@ -207,8 +208,8 @@ class _PrefixOrder:
         self.saved = [s if s == n else int(s * (1 - key_cost)) for s, n in zip(shared, self.lengths, strict=True)]
         self.blocks = [block_of[row] for row in self.rows]
 
-    def split(self, max_tokens: int, count: int) -> list[list[int]]:
-        """Return the rows of at most `count` micro-batches, of more only if `max_tokens` demands it."""
+    def split(self, max_tokens: int, count: int = 0) -> list[list[int]]:
+        """Return the rows of each micro-batch; `count` as in `cut_sorted`."""
         cuts = cut_sorted(self.lengths, self.saved, self.blocks, max_tokens, count)
         return [sorted(self.rows[a:b]) for a, b in pairwise([*cuts, len(self.rows)])]
 

@@ -78,6 +78,7 @@ def grad_norm(parameters: list[torch.nn.Parameter], stages: dist.ProcessGroup | 
     return math.sqrt(total) if total == total else math.nan
 
 
+@torch.no_grad()
 def clip_gradients(
     model: torch.nn.Module, limit: float, partial: list[torch.nn.Parameter], layout: Layout | None
 ) -> float:
@@ -98,6 +99,7 @@ def clip_gradients(
     return norm
 
 
+@torch.no_grad()
 def scale_grads(parameters: list[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if grads:

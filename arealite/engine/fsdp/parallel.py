@@ -115,13 +115,13 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+@torch.no_grad()
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Return the full tensor, detached. Collective if it is sharded."""
-    value = value.detach()
-    if not isinstance(value, DTensor):
-        return value
-    # On one rank the shard is the whole tensor, and a gather would copy it.
-    return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+    if isinstance(value, DTensor):
+        # On one rank the shard is the whole tensor, and a gather would copy it.
+        value = value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+    return value.detach()
 
 
 def offset_of(value: torch.Tensor) -> tuple[int, ...]:

@@ -117,11 +117,13 @@ def plan_prefixes(input_ids: torch.Tensor, lengths: list[int], targets: torch.Te
         size += own
     expanded = torch.from_numpy(np.concatenate(expand))
     wanted, before = (expanded[positions].numpy() for positions in (targets, targets - 1))
-    wanted, first = np.unique(wanted, return_index=True)
-    return PrefixPlan(
-        torch.from_numpy(np.concatenate(unique)), expanded, torch.from_numpy(wanted), torch.from_numpy(before[first]),
-        SegmentPlan(segments, torch.from_numpy(np.concatenate(keys))),
-    )  # fmt: skip
+    # The first request for each computed token: numpy keeps the last of equal indices.
+    first = np.full(size, -1)
+    first[wanted[::-1]] = np.arange(len(wanted))[::-1]
+    wanted = np.flatnonzero(first >= 0)
+    plan = np.concatenate(unique), wanted, before[first[wanted]], np.concatenate(keys)
+    computed, requested, earlier, attended = (torch.from_numpy(part) for part in plan)
+    return PrefixPlan(computed, expanded, requested, earlier, SegmentPlan(segments, attended))
 
 
 def sort_rows(rows: list[np.ndarray]) -> list[int]:
@@ -129,7 +131,9 @@ def sort_rows(rows: list[np.ndarray]) -> list[int]:
 
     It is the descending order of their tokens: a row that another one continues comes later and computes nothing.
     """
-    return sorted(range(len(rows)), key=lambda row: rows[row].astype(">u4").tobytes(), reverse=True)
+    raw = np.concatenate(rows).astype(">u4").tobytes() if rows else b""
+    keys = [raw[4 * a : 4 * b] for a, b in pairwise([0, *accumulate(map(len, rows))])]
+    return sorted(range(len(rows)), key=keys.__getitem__, reverse=True)
 
 
 def shared_lengths(rows: list[np.ndarray]) -> list[int]:
@@ -146,35 +150,40 @@ def shared_lengths(rows: list[np.ndarray]) -> list[int]:
     return [0, *shared.tolist()][: len(rows)]
 
 
-def cut_sorted(lengths: list[int], saved: list[int], blocks: list[int], max_tokens: int, count: int) -> list[int]:
-    """Cut sorted rows into parts of nearly equal computed tokens; return the first row of each.
+def cut_sorted(lengths: list[int], saved: list[int], blocks: list[int], max_tokens: int, count: int = 0) -> list[int]:
+    """Cut sorted rows into parts; return the first row of each.
 
-    A row in the same part as the row before it saves `saved` of its tokens. There are at most `count` parts, or more if
-    `max_tokens` demands it. Rows of a block (`blocks` has the number of each row's block) stay together; a block with
-    more than `max_tokens` is a part of its own.
+    A row in the same part as the row before it saves `saved` of its tokens. There are at most `count` parts of nearly
+    equal computed tokens, or more if `max_tokens` demands it; without `count` as few as possible, the first ones full.
+    Rows of a block (`blocks` has the number of each row's block) stay together; a block with more than `max_tokens`
+    is a part of its own.
     """
-    cuts = _cut(lengths, saved, blocks, max_tokens)
-    if len(cuts) == count == 1:
+    starts = [row for row in range(len(lengths)) if row == 0 or blocks[row] != blocks[row - 1]]
+    ends = [*starts[1:], len(lengths)]
+    sizes = [(a, sum(lengths[a:b]) - sum(saved[a:b]), saved[a]) for a, b in zip(starts, ends, strict=True)]
+    cuts = _cut(sizes, max_tokens)
+    if not count or len(cuts) == count == 1:
         return cuts
     low, high = 1, max_tokens
     count = max(count, len(cuts))
     while low < high:
         middle = (low + high) // 2
-        found = _cut(lengths, saved, blocks, middle)
+        found = _cut(sizes, middle)
         low, high, cuts = (low, middle, found) if len(found) <= count else (middle + 1, high, cuts)
     return cuts
 
 
-def _cut(lengths: list[int], saved: list[int], blocks: list[int], max_tokens: int) -> list[int]:
-    """Fill one part after the other with as many blocks as fit; return the first row of each part."""
-    starts = [row for row in range(len(lengths)) if row == 0 or blocks[row] != blocks[row - 1]]
+def _cut(sizes: list[tuple[int, int, int]], max_tokens: int) -> list[int]:
+    """Fill one part after the other; return the first row of each.
+
+    `sizes` has the first row of each block, the tokens that it adds, and those that its first row saves.
+    """
     cuts, filled = [], 0
-    for start, end in pairwise([*starts, len(lengths)]):
-        added = sum(lengths[start:end]) - sum(saved[start:end])
+    for start, added, saved in sizes:
         # A block that computes nothing fits always, also into a part that is too large.
         if not cuts or (added and filled + added > max_tokens):
             cuts.append(start)
             # The prefix of its first row is computed again.
-            filled, added = 0, added + saved[start]
+            filled = saved
         filled += added
     return cuts

@@ -5,12 +5,14 @@ Where the sample misses a difference, the next step shows it: every weight takes
 """
 
 import zlib
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
 from arealite.weights.fingerprint import MAX_ELEMENTS
 
@@ -24,29 +26,33 @@ _names: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 @torch.no_grad()
 def take(model: nn.Module) -> dict[str, tuple[int, float]]:
     """Return CRC-32 and mean of a sample of each trained tensor, of all ranks; every rank calls it."""
-    named = [(name, local(p)) for name, p in model.named_parameters() if p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     limit = max(MAX_ELEMENTS, _MAX_ELEMENTS // max(1, len(named)))
-    samples = [p.reshape(-1)[:: max(1, -(-p.numel() // limit))] for _, p in named]
-    rows = [_sums(sample) for sample in _to_host(samples)]
-    everything, _ = distributed.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 2))
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in named.values()]
+    samples = [p.reshape(-1)[:: max(1, -(-p.numel() // limit))] for p in own]
+    rows = torch.tensor(_sums(samples), dtype=torch.float64).reshape(-1, 2)
+    everything, _ = distributed.all_gather_rows(rows)
     if model not in _names:
-        _names[model] = _gather_names([name for name, _ in named])
+        _names[model] = _gather_names(list(named))
     return {name: (int(row[0]), row[1]) for name, row in zip(_names[model], everything.tolist(), strict=True)}
 
 
-def _to_host(samples: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy samples to the host, all at once if they have one dtype: a busy GPU answers late.
+def _sums(samples: list[torch.Tensor]) -> list[tuple[float, float]]:
+    """Return CRC-32 and mean of each sample.
 
-    They are copied on the host, too: a tensor that is read as an array can no longer be resized, which FSDP does.
+    Those of one dtype are copied to the host at once, because a busy GPU answers late, and computed together.
     """
-    if not samples or not samples[0].is_cuda or len({sample.dtype for sample in samples}) > 1:
-        return [sample.to("cpu", copy=True) for sample in samples]
-    return list(torch.cat(samples).cpu().split([len(sample) for sample in samples]))
-
-
-def _sums(sample: torch.Tensor) -> tuple[float, float]:
-    raw = sample.contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(raw.data), float(sample.double().mean()) if sample.numel() else 0.0
+    sums = [(0.0, 0.0)] * len(samples)
+    for dtype in {sample.dtype for sample in samples if len(sample)}:
+        chosen = [i for i, sample in enumerate(samples) if sample.dtype == dtype and len(sample)]
+        joined = torch.cat([samples[i] for i in chosen]).cpu()
+        ends = np.cumsum([0, *(len(samples[i]) for i in chosen)])
+        means = np.add.reduceat(joined.double().numpy(), ends[:-1]) / np.diff(ends)
+        raw = joined.view(torch.uint8).numpy().data
+        parts = pairwise((ends * joined.element_size()).tolist())
+        for i, (start, end), mean in zip(chosen, parts, means.tolist(), strict=True):
+            sums[i] = zlib.crc32(raw[start:end]), mean
+    return sums
 
 
 def _gather_names(own: list[str]) -> list[str]:
