@@ -100,6 +100,11 @@ class EasyTrainer(abc.ABC):
             train_dataset = given.get("train_dataset.path")
         if train_dataset is None:
             raise ConfigError("there is no train_dataset: give a list of dicts, a datasets.Dataset, a path or a name")
+        if processing_class is not None and not hasattr(processing_class, "apply_chat_template"):
+            raise ConfigError(
+                f"processing_class is {type(processing_class).__name__}: give a tokenizer object, or a folder or hub "
+                "name as tokenizer_path"
+            )
         data, sets = read_data(train_dataset, "train_dataset"), read_eval_data(eval_dataset)
         self.config = make_config(self.config_class, given, self._model_name(), _data_keys(data, sets))
         self.tokenizer: PreTrainedTokenizerBase = processing_class or load_tokenizer(
@@ -159,7 +164,13 @@ class EasyTrainer(abc.ABC):
             config = dataclasses.replace(config, recover=dataclasses.replace(config.recover, mode="auto"))
         if self.given.get("trial_name") is None:
             folder = run_path(config.cluster.fileroot, config.experiment_name, "run").parent
-            name = make_new_folder(folder / f"run{number}" for number in itertools.count(1)).name
+            try:
+                name = make_new_folder(folder / f"run{number}" for number in itertools.count(1)).name
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot make a run directory in {folder}: {error.strerror}; free space there, or set output_dir "
+                    "to a folder you can write"
+                ) from error
             config = dataclasses.replace(config, trial_name=name)
         if isinstance(self._model, PreTrainedModel):
             path = RunDir(config).path / "model"

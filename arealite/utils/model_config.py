@@ -49,8 +49,8 @@ def check_model(path: str | Path) -> None:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        if folder.is_absolute() or str(path).startswith(("./", "../", "~")) or str(path).count("/") > 1:
-            raise ConfigError(f"model path {str(path)!r} does not exist: give a folder or a hub name")
+        if folder.exists() or str(path).startswith(("/", "./", "../", "~")) or str(path).count("/") > 1:
+            raise ConfigError(f"model path {str(path)!r} does not exist or is a file: give a folder or a hub name")
         return
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")

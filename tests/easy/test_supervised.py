@@ -36,6 +36,18 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
         DPOTrainer(model_path, train_dataset=[{"prompt": "a", "chosen": "b"}], **common)
     with pytest.raises(ConfigError, match="does not exist"):
         SFTTrainer(tmp_path / "none", train_dataset=ROWS, **common)
+    with pytest.raises(ConfigError, match=r"config.json' does not exist or is a file: give a folder"):
+        SFTTrainer(model_path / "config.json", train_dataset=ROWS, **common)
     with pytest.raises(ConfigError, match="there is no train_dataset"):
         SFTTrainer(model_path, **common)
+    with pytest.raises(ConfigError, match=r"processing_class is str: give a tokenizer object, or .* as tokenizer_path"):
+        SFTTrainer(model_path, train_dataset=ANSWERS, processing_class=str(model_path), **common)
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_output_dir_that_cannot_be_made_is_named(model_path, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"cannot make a run directory in .*file/sft: Not a directory; .*set output_dir"
+    ):
+        SFTTrainer(model_path, train_dataset=ANSWERS, output_dir=tmp_path / "file").train()
