@@ -132,8 +132,7 @@ class History:
         """Return the standard deviation of a step's mean reward that its number of samples implies.
 
         0 if the number is unknown. Rewards between `low` and `high` have at most the variance
-        (high - mean)·(mean - low), and have it if each is one of both. The few steps at the start of a run may differ
-        less than this by chance.
+        (high - mean)·(mean - low), and have it if each is one of both. A few steps may differ less than this by chance.
         """
         steps = [stats for stats in self._steps if all(_is_finite(stats.get(key)) for key in _COUNTING_KEYS)]
         counts = [stats.get("num_seqs") or stats.get("groups") or 0.0 for stats in steps]
@@ -154,8 +153,8 @@ class Alarms:
 
     def __init__(self) -> None:
         self._history = History()
-        # Steps without the condition, for each alarm that was raised.
-        self._quiet: dict[str, int] = {}
+        # Steps without the condition, for each alarm that is active.
+        self.active: dict[str, int] = {}
         self._to_skip = 0
 
     def check(self, stats: StepStats) -> list[Alarm]:
@@ -166,10 +165,10 @@ class Alarms:
         self._history.add(stats)
         found = [alarm for rule in RULES if (alarm := rule(self._history)) is not None]
         names = {alarm.name for alarm in found}
-        self._quiet = {name: 0 if name in names else steps + 1 for name, steps in self._quiet.items()}
-        self._quiet = {name: steps for name, steps in self._quiet.items() if steps < _REARM}
-        raised = [alarm for alarm in found if alarm.name not in self._quiet]
-        self._quiet |= {alarm.name: 0 for alarm in raised}
+        self.active = {name: 0 if name in names else steps + 1 for name, steps in self.active.items()}
+        self.active = {name: steps for name, steps in self.active.items() if steps < _REARM}
+        raised = [alarm for alarm in found if alarm.name not in self.active]
+        self.active |= {alarm.name: 0 for alarm in raised}
         return raised
 
     def restart(self, num_skipped: int) -> None:
@@ -178,14 +177,14 @@ class Alarms:
         The best reward stays: the earlier policy must reach it again.
         """
         self._history.clear()
-        self._quiet.clear()
+        self.active.clear()
         self._to_skip = num_skipped
 
     @property
     def is_healthy(self) -> bool:
         """Whether no alarm is active and the reward is, up to noise, the best so far."""
         drop = _RewardDrop.of(self._history)
-        return not self._quiet and drop is not None and drop.best - drop.now <= drop.noise
+        return not self.active and drop is not None and drop.best - drop.now <= drop.noise
 
 
 def _usual(values: Sequence[float]) -> tuple[float, float] | None:
@@ -209,7 +208,7 @@ def out_of_range(history: History, limits: Limits) -> Alarm | None:
         low = min(limits.low_factor * middle, middle - _NUM_STD * std) if limits.low_factor else low
     if not (min(recent) > high or max(recent) < low):
         return None
-    compared = f"usually {usual[0]:.3g}" if usual is not None else f"limit {high:.3g}"
+    compared = f"limit {high:.3g}" if min(recent) > high == limits.limit or usual is None else f"usually {usual[0]:.3g}"
     happened = f"{limits.title} ({limits.key}) is {recent[-1]:.3g}, {compared}"
     return Alarm(limits.key, _line(happened, limits.cause, limits.advice))
 
@@ -228,7 +227,7 @@ class _RewardDrop(NamedTuple):
     @classmethod
     def of(cls, history: History) -> "_RewardDrop | None":
         rewards = history.values("reward")
-        if len(rewards) < _WINDOW + 3:
+        if len(rewards) < _WINDOW + 2:
             return None
         std = max(_std_of_differences(rewards), history.counting_noise()) / math.sqrt(_WINDOW)
         # The best is the largest of many means: noise alone lifts it by 2 to 3 standard deviations within 200 steps.
@@ -238,10 +237,12 @@ class _RewardDrop(NamedTuple):
 def _std_of_differences(values: Sequence[float]) -> float:
     """Return the standard deviation of the noise of a series, from differences of neighbours.
 
-    Slow changes are not in them. The difference of two normal values has the mean size 2·std/√π. Not by the median:
-    rewards of small batches have few different values, and the median of their differences may be 0.
+    Slow changes are not in them. Their mean size is 2·std/√π. Not by the median: it is 0 for some small batches. Of a
+    few, the largest may be a collapse: the others stand for it (it is usually as large as two of them).
     """
-    return fmean(abs(b - a) for a, b in pairwise(values)) * math.sqrt(math.pi) / 2
+    sizes = sorted(abs(b - a) for a, b in pairwise(values))
+    mean_size = sum(sizes[:-1]) / (len(sizes) - 2) if len(sizes) < 3 * _WINDOW else fmean(sizes)
+    return mean_size * math.sqrt(math.pi) / 2
 
 
 def reward_fell(history: History) -> Alarm | None:
@@ -284,8 +285,8 @@ def update_too_large(history: History) -> Alarm | None:
     skipped, kl = history.last("skipped_minibatches"), history.last(UPDATE_KL.key)
     if not skipped:
         return out_of_range(history, UPDATE_KL)
-    happened = f"{skipped:.0f} minibatches were skipped: the update moved the policy by more than actor.max_update_kl"
-    happened += "" if kl is None else f" ({UPDATE_KL.key} {kl:.3g})"
+    happened = f"the update moved the policy by more than actor.max_update_kl; minibatches left out: {skipped:.0f}"
+    happened += "" if kl is None else f" ({UPDATE_KL.key}, a mean over minibatches, is {kl:.3g})"
     return Alarm(UPDATE_KL.key, _line(happened, UPDATE_KL.cause, UPDATE_KL.advice))
 
 

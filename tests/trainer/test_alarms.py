@@ -110,6 +110,20 @@ def test_each_rule_raises_one_alarm_soon_after_the_change(name, changes):
     assert found == name and 30 <= step <= 35
 
 
+@pytest.mark.parametrize("start", [[0.4], [0.4, 0.38], [0.4, 0.41, 0.39]])
+def test_a_policy_that_is_destroyed_in_its_first_steps_is_told_of_within_five_steps(start):
+    counted = {"reward/min": 0.0, "num_seqs": 256.0}
+    steps = [{"reward": value, "reward/max": float(value > 0), **counted} for value in [*start, *[0.0] * 6]]
+    ((step, name),) = raised(steps)
+    assert name == "reward" and step - len(start) <= 5
+
+
+def test_a_line_names_the_limit_that_was_passed():
+    alarms, steps = Alarms(), noisy(30, behav_kl__k3=lambda step: 0.04 if step < 20 else 0.06)
+    (text,) = [alarm.text for stats in steps for alarm in alarms.check(stats)]
+    assert ", limit 0.05. Likely cause" in text and "usually" not in text
+
+
 def test_every_line_says_what_to_do():
     alarms = Alarms()
     lines = [alarm.text for stats in read("destroyed") for alarm in alarms.check(stats)]
