@@ -1,10 +1,10 @@
 """`Guard`: shows the alarms of a run, and goes back to a good checkpoint after a collapse.
 
 `Run` gives it the statistics of each step. With `on_collapse=rollback` one recover checkpoint is always kept to go back
-to: the newest one at which no alarm was active and the reward was at its best up to noise, or that of the best
-validation; at first the model before the first step. A rollback restores weights and optimizers of that checkpoint and
-halves the learning rate. Steps, data and versions go on: servers get the restored weights with the next update, and
-answers of the collapsed policy are off-policy data until they are too old.
+to: the newest one at which no alarm was active and the reward (up to noise) or the validation was at its best; at first
+the model before the first step. A rollback restores weights and optimizers of that checkpoint and halves the learning
+rate. Steps, data and versions go on: servers get the restored weights with the next update, and answers of the
+collapsed policy are off-policy data until they are too old.
 
 Rollbacks are stored in recover checkpoints, the checkpoint to go back to in `recover/guard.json`. A run that was killed
 before the checkpoint of a rollback was complete repeats the rollback when it resumes.
@@ -117,10 +117,11 @@ class Guard:
     def after_save(self, info: StepInfo, is_saved: bool, is_best: bool) -> None:
         """Keep the recover checkpoint of this step if it is one to go back to.
 
-        `is_saved`: the step has one. `is_best`: its validation is the best so far; then one is written in any case.
+        `is_saved`: the step has one. `is_best`: its validation is the best so far; one is written if no alarm is on.
         """
         if not self.rolls_back:
             return
+        is_best = broadcast_json(is_best and not self.alarms.active)  # the validation began before the last updates
         if is_best and not is_saved:
             self.recover.save(info)
         is_good = is_best or (is_saved and self.alarms.is_healthy)

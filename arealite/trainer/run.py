@@ -301,10 +301,9 @@ class Run:
             show_message(self.best.summary())
 
     def _offer(self, results: dict[int, Stats]) -> bool:
-        """Keep the model of the last step if the result of an evaluation is the best; returns whether it is."""
-        info = self._last_info
-        offers = [self._try(self.best.offer, info, stats, self._is_saved) for stats in results.values() if info]
-        return any(offers)
+        """Keep the last model if an evaluation that began after a step is the best; returns whether it is."""
+        info, trained = self._last_info, [stats for step, stats in results.items() if step >= 0]
+        return any([self._try(self.best.offer, info, stats, self._is_saved) for stats in trained if info])
 
     def _take_engine_stats(self) -> dict[str, float]:
         """Return the times of engines in other processes, and add them to the trace (controller mode)."""

@@ -44,8 +44,11 @@ def weight(actor) -> torch.Tensor:
     return next(actor.model.parameters()).detach()
 
 
-def train(config, rewards, num_steps=NUM_STEPS, evaluator=None) -> tuple[Run, dict[int, float]]:
-    """Run a loop in which each step adds 1 to a weight; `rewards` is a function of the step. Returns the weights."""
+def train(config, rewards, num_steps=NUM_STEPS, evaluator=None, more=None) -> tuple[Run, dict[int, float]]:
+    """Run a loop in which each step adds 1 to a weight; `rewards` is a function of the step. Returns the weights.
+
+    `more` has other statistics, each a function of the step.
+    """
     actor, weights = make_actor(config), {}
     with Run(config, SPEC, actor, evaluator=evaluator) as run:
         start = weight(actor)[0, 0].item()
@@ -56,7 +59,8 @@ def train(config, rewards, num_steps=NUM_STEPS, evaluator=None) -> tuple[Run, di
             actor.step_lr_scheduler()
             actor.set_version(step + 1)
             lr = actor.optimizer.param_groups[0]["lr"]
-            run.commit(step, {"reward": rewards(step), "lr": lr, "version": float(actor.get_version())})
+            stats = {key: value(step) for key, value in (more or {}).items()}
+            run.commit(step, {"reward": rewards(step), "lr": lr, "version": float(actor.get_version()), **stats})
             if step + 1 == num_steps:
                 break
     return run, weights
@@ -219,6 +223,42 @@ def test_the_best_validation_is_what_a_rollback_goes_back_to(config):
     # The second of all validations was the best.
     assert weights[after] == 14
     assert (run.dir.checkpoints / "best").resolve().name == "step000014"
+
+
+def test_a_validation_that_ends_while_an_alarm_is_active_is_not_what_a_rollback_goes_back_to(config):
+    config.on_collapse, config.evaluator.freq_steps, config.recover.freq_steps = "rollback", 21, 1000
+    config.evaluator.at_start_and_end = False
+    evaluator = BlockingEvaluator(lambda: {"eval/valid/pass@1": 0.9})
+    # The alarm is raised one step before the validation has its result, the collapse later.
+    run, weights = train(config, falls_at_20, 30, evaluator, {"behav_kl/k3": lambda step: 0.001 if step < 18 else 0.2})
+    assert next(s["step"] for s in read_stats(run) if s.get("alarm/behav_kl/k3")) == 19
+    assert (run.dir.checkpoints / "best").resolve().name == "step000021"
+    after = next(s["step"] for s in read_stats(run) if s.get("alarm/reward")) + 1
+    assert weights[after] == 0
+
+
+class LateEvaluator(BlockingEvaluator):
+    """The evaluation before the first step has its result after the second step, as one beside training."""
+
+    num_takes = 0
+
+    def take(self, wait: bool = False):
+        self.num_takes += 1
+        return None if self.num_takes < 3 else super().take(wait)
+
+
+def test_a_result_of_the_model_before_training_makes_no_trained_model_the_best(config):
+    results = iter([0.9, 0.2])
+    evaluator = LateEvaluator(lambda: {"eval/valid/pass@1": next(results)})
+    config.evaluator.freq_steps = 4
+    run, _ = train(config, lambda step: 0.5, 4, evaluator)
+    found = [json.loads(line) for line in run.stats.path.read_text().splitlines()]
+    assert [(line["step"], line["eval/valid/pass@1"]) for line in found if "eval/valid/pass@1" in line] == [
+        (-1, 0.9),
+        (3, 0.2),
+    ]
+    best = json.loads((run.dir.checkpoints / "best.json").read_text())
+    assert (best["value"], best["folder"]) == (0.2, "step000004")
 
 
 def test_rollback_needs_recover_checkpoints(config):
