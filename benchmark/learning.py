@@ -6,8 +6,8 @@
 FOLDER of `--data` has GSM8K's `train.jsonl` and `test.jsonl`; other `*.jsonl` files in it (columns `input`, `target`,
 such as MAWPS) are held-out sets. The command of the README is run, with server and trainer on one GPU. A run that was
 interrupted goes on if the same command is given again. With `--samples`, the first and the last model also answer
-GSM8K's test set that many times at temperature 1. Writes to `--out`: `stats.jsonl`, `curve.png`, `config.yaml` and
-`results.md` with a table of all sets before and after, from the answers that the run keeps.
+GSM8K's test set that many times at temperature 1. Writes to `--out`: `stats.jsonl`, `samples.jsonl`, `curve.png`,
+`config.yaml` and `results.md` with a table of all sets before and after, from the answers that the run keeps.
 """
 
 import argparse
@@ -83,7 +83,9 @@ def evaluate_samples(args: argparse.Namespace, run: Path, test: Path) -> dict[st
 
 
 def write_samples(found: dict[str, dict[str, float]], count: int, out: Path) -> None:
-    """Add pass@1, pass@k and maj@k of sampled answers to results.md."""
+    """Add pass@1, pass@k and maj@k of sampled answers to results.md, and all their statistics as samples.jsonl."""
+    rows = [{"model": name, **stats} for name, stats in found.items()]
+    (out / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [
         "",
         f"GSM8K test, {count} answers per question at temperature 1:",
@@ -102,6 +104,12 @@ def write_samples(found: dict[str, dict[str, float]], count: int, out: Path) -> 
 
 def read_stats(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+
+
+def versions(answers: list[Answer]) -> str:
+    """Return after how many steps the weights were that answered: several, if training went on meanwhile."""
+    low, high = min(answer.version for answer in answers), max(answer.last_version for answer in answers)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def describe(answers: list[Answer]) -> dict[str, float]:
@@ -129,15 +137,18 @@ def write_table(run: Path, sets: dict[str, Path], stats: list[dict[str, float]],
         "",
         ", ".join(f"{key} {value}" for key, value in machine.items() if value) + ".",
         "",
-        f"Greedy, all questions; before: {first.name}, after: {last.name}. Intervals are 95%.",
+        f"Greedy, all questions; before: {first.name}, after: {last.name}. Intervals are 95%. Steps are those of the "
+        "weights that answered.",
         "",
-        "| set | questions | before | after | with a box before | after | accuracy of those before | after |",
-        "|---|---|---|---|---|---|---|---|",
+        "| set | questions | before | after | steps before | after | with a box before | after "
+        "| accuracy of those before | after |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in sets:
         before, after = (read_answers(folder / f"{name}.jsonl") for folder in (first, last))
         old, new = describe(before), describe(after)
         spans = [f"{x['accuracy']:.1%} ({x['low']:.1%} to {x['high']:.1%})" for x in (old, new)]
+        spans += [versions(before), versions(after)]
         rest = [f"{x[key]:.1%}" for key in ("boxed", "accuracy_of_boxed") for x in (old, new)]
         lines.append(f"| {name} | {len(before)} | {' | '.join(spans)} | {' | '.join(rest)} |")
     steady = [row for row in stats if row["step"] >= 3 and "num_seqs" in row]
