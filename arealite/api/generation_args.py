@@ -58,6 +58,11 @@ class EvalGenerationConfig(Section):
         own = {name: value for name, value in vars(self).items() if value is not None}
         return replace(gconfig, **own)
 
+    def statistics(self, gconfig: GenerationHyperparameters) -> dict[str, float]:
+        """Return `sampling/KEY` for each key: results say how their answers were sampled."""
+        made = self.apply(gconfig)
+        return {f"sampling/{name}": float(getattr(made, name)) for name in vars(self)}
+
 
 @dataclass
 class InferenceEngineConfig(Section):

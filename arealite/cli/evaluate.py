@@ -82,9 +82,19 @@ def main(argv: list[str]) -> int:
                     return code or 1
                 num_failed += bool(code)
             if options.once or num_idle > 1:
-                return 1 if num_failed else 0
+                return 1 if num_failed or (not tried and not explain_nothing(run_dir)) else 0
             if stop.wait(_POLL_INTERVAL_S):
                 return 128 + stop.number
+
+
+def explain_nothing(run_dir: RunDir) -> bool:
+    """Say why nothing was evaluated; return whether there are checkpoints (all have results)."""
+    count = sum(is_complete(path) for path in run_dir.checkpoints.glob("step*"))
+    if count:
+        print(f"nothing to do: all {count} checkpoints in {run_dir.checkpoints} have results with this sampling")
+    else:
+        print(f"error: no checkpoint in {run_dir.checkpoints}: runs save their last model, more with saver.freq_steps")
+    return count > 0
 
 
 def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
@@ -116,7 +126,9 @@ def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(OmegaConf.to_yaml(OmegaConf.create({**values, **own})))
-        config = load_config(["--config", str(path), *overrides], EvalConfig)
+        # Also as the keys of `arealite train`.
+        own_keys = [key.removeprefix("trainer.grpo.") for key in overrides]
+        config = load_config(["--config", str(path), *own_keys], EvalConfig)
     # No training data is read: the launcher must not look for it.
     return replace(config, train_dataset=next(iter(config.validation_sets.values())), train_datasets={})
 
@@ -148,14 +160,18 @@ def is_complete(path: Path) -> bool:
 
 
 def _has_results(stats: dict[str, Any], version: int, settings: EvalConfig) -> bool:
-    """Whether there are results of exactly these weights, with as many samples as configured.
+    """Whether there are results of exactly these weights, sampled as configured.
 
-    An evaluation beside training may have answers of later weights too.
+    An evaluation beside training may have answers of later weights too. Results of earlier releases do not say how they
+    were sampled.
     """
     metric = f"pass@{powers_of_two(settings.eval_gconfig.n_samples)[-1]}"
+    sampling = settings.eval_gconfig.statistics(settings.gconfig)
     for name in settings.validation_sets:
         versions = {stats.get(f"eval/{name}/version/{end}") for end in ("min", "max")}
         if f"eval/{name}/{metric}" not in stats or versions != {version}:
+            return False
+        if any(stats.get(f"eval/{name}/{key}", value) != value for key, value in sampling.items()):
             return False
     return True
 

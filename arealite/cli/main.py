@@ -143,6 +143,24 @@ class MainConfig(BaseExperimentConfig):
             raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
         if self.allocation_mode:
             AllocationMode.from_str(self.allocation_mode)
+        if self.saver.best_metric is not None:
+            self._check_best_metric(self.saver.best_metric)
+
+    def _check_best_metric(self, metric: str) -> None:
+        """Refuse a statistic that no evaluation of this run has: no model would be kept as the best."""
+        known = [f"eval/{name}/" for name in self.validation_sets]
+        if not metric.startswith(tuple(known)):
+            expected = f"its name begins with {' or '.join(known)}" if known else "set valid_dataset.path too"
+            raise ConfigError(f"saver.best_metric={metric} is no statistic of a validation set: {expected}")
+        count = self.trainer.grpo.eval_gconfig.n_samples
+        powers = [1 << i for i in range(count.bit_length())]
+        measured = [f"pass@{k}" for k in powers] + [f"maj@{k}" for k in powers[1:]]
+        name = metric.split("/")[2]
+        if name.startswith(("pass@", "maj@")) and name not in measured:
+            raise ConfigError(
+                f"saver.best_metric={metric} is not measured: trainer.grpo.eval_gconfig.n_samples={count} gives "
+                f"{', '.join(measured)}"
+            )
 
 
 def _section(config_class: type[BaseExperimentConfig]) -> str:

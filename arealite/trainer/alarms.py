@@ -66,8 +66,7 @@ class Limits(NamedTuple):
 _SMALLER_STEPS = "lower actor.optimizer.lr or actor.ppo_n_minibatches, or lengthen the warm-up"
 UPDATE_KL = Limits(
     "prox_kl", "KL between the policies before and after minibatches of one update", factor=20, floor=0.01, limit=0.1,
-    patience=1,
-    cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
+    patience=1, cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
 )  # fmt: skip
 LIMITS = (
     Limits(

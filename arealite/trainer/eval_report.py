@@ -53,7 +53,7 @@ def _cells(name: str, stats: Mapping[str, float | None]) -> dict[str, str]:
     """Return the metrics of one set as text."""
     prefix = f"{_PREFIX}{name}/"
     own = {key.removeprefix(prefix): value for key, value in stats.items() if key.startswith(prefix)}
-    shown = {key: value for key, value in own.items() if not key.endswith(("/low", "/high", "/min", "/max"))}
+    shown = {k: v for k, v in own.items() if not (k.endswith(("/low", "/high", "/min", "/max")) or "sampling/" in k)}
     cells = {}
     for metric, value in shown.items():
         form = "{:.1%}" if metric.startswith(_SHARES) else "{:.4g}"

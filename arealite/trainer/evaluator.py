@@ -3,9 +3,7 @@
 `Run` starts an evaluation and goes on; it takes the result at the end of a later step. Meanwhile at most a quarter as
 many answers are in flight as training may have, so that training gets its batches. Weight updates go on too: the
 statistics name the versions of the weights that generated the answers. All ranks call the same methods; rank 0 works.
-
-Statistics of the set NAME: `eval/NAME/pass@1`, `eval/NAME/pass@1/low` and `/high` (95% interval), the same for `pass@K`
-and `maj@K`; `eval/NAME/reward`, `answer_len`, `truncated`, `num_questions`, `failed`, `version/min`, `version/max`.
+docs/evaluation.md lists the statistics (`eval/NAME/pass@1`, its interval `eval/NAME/pass@1/low` and `/high`, …).
 """
 
 import logging
@@ -131,7 +129,7 @@ class Evaluator:
 
     def _summarize(self, results: list[list[Sample] | None], begun_at: int) -> Stats:
         """Write the answers, and return the statistics of all sets."""
-        stats: Stats = {}
+        stats, sampling = {}, self.config.eval_gconfig.statistics(self.config.gconfig)
         for name, rows in self.sets.items():
             own, results = results[: len(rows)], results[len(rows) :]
             questions = [self._answers(row, i, own[i] or [], name) for i, row in enumerate(rows)]
@@ -140,8 +138,7 @@ class Evaluator:
                 write_answers(path, (answer for answers in questions for answer in answers))
             except OSError as error:
                 logger.error("the answers of an evaluation are not kept: cannot write %s: %s", path, error.strerror)
-            found = {f"eval/{name}/{key}": value for key, value in set_statistics(questions).items()}
-            stats |= found
+            stats |= {f"eval/{name}/{key}": value for key, value in (set_statistics(questions) | sampling).items()}
         return stats
 
     def _answers(self, row: Row, number: int, samples: list[Sample], set_name: str) -> list[Answer]:

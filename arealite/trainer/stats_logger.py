@@ -14,6 +14,7 @@ from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.trainer.eval_report import set_names
 from arealite.trainer.loggers import ServiceLogger, make_service_loggers
 from arealite.utils.console import Column
 from arealite.utils.process import rank
@@ -97,7 +98,8 @@ class StatsLogger:
 def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
     """Return all steps so far in their order, each with the results of its evaluation.
 
-    Step -1 is an evaluation before the first step. A line that a crash cut short is left out.
+    Step -1 is an evaluation before the first step. Of several evaluations of a set, all results are those of the last:
+    others may have had more samples. A line that a crash cut short is left out.
     """
     if not run_dir.stats_path.exists():
         return []
@@ -105,7 +107,9 @@ def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
     for line in run_dir.stats_path.read_text(errors="replace").splitlines():
         if math.isfinite(_step_of(line)):
             values = json.loads(line)
-            steps.setdefault(values["step"], {}).update(values)
+            replaced = tuple(f"eval/{name}/" for name in set_names(values))
+            before = {key: old for key, old in steps.get(values["step"], {}).items() if not key.startswith(replaced)}
+            steps[values["step"]] = before | values
     return [steps[number] for number in sorted(steps)]
 
 
@@ -113,7 +117,6 @@ def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
-        # The line was cut short by a crash, or is damaged.
         return math.inf
 
 

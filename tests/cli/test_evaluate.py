@@ -65,6 +65,18 @@ def test_what_cannot_be_evaluated_is_refused(run_dir, tmp_path):
         main([str(run_dir.path), "valid_dataset=null"])
 
 
+def test_a_run_without_checkpoints_and_one_with_all_results_say_so(run_dir, gsm8k_path, capsys):
+    argv = [str(run_dir.path), "--once", f"valid_dataset.path={gsm8k_path}"]
+    assert main(argv) == 1
+    assert f"error: no checkpoint in {run_dir.checkpoints}" in capsys.readouterr().out
+    (run_dir.checkpoints / "step000003").mkdir(parents=True)
+    (run_dir.checkpoints / "step000003" / "config.json").touch()
+    stats = {"step": 2, "eval/valid/pass@1": 0.5, "eval/valid/version/min": 3, "eval/valid/version/max": 3}
+    run_dir.stats_path.write_text(json.dumps(stats) + "\n")
+    assert main(argv) == 0
+    assert "nothing to do: all 1 checkpoints in" in capsys.readouterr().out
+
+
 def test_finished_checkpoints_without_results_are_new(run_dir):
     for name in ("step000010", "step000002", "step000003", "step000004", "step000003.partial", "best", "step000005"):
         (run_dir.checkpoints / name).mkdir(parents=True)
@@ -91,6 +103,21 @@ def test_finished_checkpoints_without_results_are_new(run_dir):
     # With more samples, or another set, there is something new to learn.
     assert new("eval_gconfig.n_samples=4", "eval_gconfig.temperature=1") == [2, 3, 10]
     assert new("valid_datasets.mawps.path=m") == [2, 3, 10]
+
+
+def test_results_of_another_sampling_do_not_count(run_dir):
+    (run_dir.checkpoints / "step000003").mkdir(parents=True)
+    (run_dir.checkpoints / "step000003" / "config.json").touch()
+    # Keys of `arealite train` are understood too.
+    sampled = ["trainer.grpo.eval_gconfig.n_samples=5", "trainer.grpo.eval_gconfig.temperature=0.7"]
+    settings = read_settings(run_dir, sampled)
+    sampling = settings.eval_gconfig.statistics(settings.gconfig)
+    assert sampling["sampling/n_samples"] == 5 and sampling["sampling/max_new_tokens"] == 99
+    stats = {"pass@1": 0.5, "pass@4": 0.7, "version/min": 3, "version/max": 3, **sampling}
+    run_dir.stats_path.write_text(json.dumps({"step": 2} | {f"eval/valid/{k}": v for k, v in stats.items()}) + "\n")
+    assert find_new(run_dir, settings) == []
+    for others in ([], [*sampled, "eval_gconfig.temperature=1"], [*sampled, "eval_gconfig.max_new_tokens=7"]):
+        assert [each.version for each in find_new(run_dir, read_settings(run_dir, others))] == [3]
 
 
 def test_a_run_is_in_use_while_its_lock_is_held(tmp_path):

@@ -113,3 +113,23 @@ def test_the_tree_becomes_the_flat_config_of_a_script():
 def test_mistakes_are_errors_before_anything_starts(argument, message):
     with pytest.raises(ConfigError, match=message):
         load_config([argument], MainConfig)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("eval/vaild/pass@1", "its name begins with eval/valid/ or eval/mawps/"),
+        ("reward", "its name begins with eval/valid/"),
+        ("eval/mawps/pass@8", r"eval_gconfig\.n_samples=4 gives pass@1, pass@2, pass@4, maj@2, maj@4"),
+        ("eval/valid/maj@1", "is not measured"),
+    ],
+)
+def test_a_best_metric_that_no_evaluation_has_is_refused(metric, message):
+    sets = ["valid_dataset.path=v", "valid_datasets.mawps.path=m"]
+    sampling = ["trainer.grpo.eval_gconfig.n_samples=4", "trainer.grpo.eval_gconfig.temperature=1"]
+    for known in ("eval/valid/pass@1", "eval/mawps/maj@4", "eval/mawps/reward"):
+        load_config([*sets, *sampling, f"saver.best_metric={known}"], MainConfig)
+    with pytest.raises(ConfigError, match=message):
+        load_config([*sets, *sampling, f"saver.best_metric={metric}"], MainConfig)
+    with pytest.raises(ConfigError, match=r"set valid_dataset\.path too"):
+        load_config([f"saver.best_metric={metric}"], MainConfig)

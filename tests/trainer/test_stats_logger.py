@@ -36,6 +36,17 @@ def test_resume_drops_steps_that_run_again(tmp_path):
     assert [(s["step"], s["loss"]) for s in read_stats(run_dir)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
+def test_an_evaluation_replaces_the_results_of_an_earlier_one_of_the_same_set(tmp_path):
+    logger, run_dir = make(tmp_path)
+    logger.commit(3, {"loss": 1.0})
+    logger.commit(3, {"eval/a/pass@1": 0.5, "eval/a/pass@4": 0.9, "eval/ab/pass@4": 0.8})
+    logger.commit(3, {"eval/a/pass@1": 0.6})
+    (step,) = read_stats(run_dir)
+    assert {key: value for key, value in step.items() if key not in ("step", "time")} == {
+        "loss": 1.0, "eval/ab/pass@4": 0.8, "eval/a/pass@1": 0.6,
+    }  # fmt: skip
+
+
 def test_damaged_lines_are_skipped(tmp_path):
     logger, run_dir = make(tmp_path)
     for step in range(2):
