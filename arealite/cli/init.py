@@ -5,6 +5,7 @@ on any machine. Nothing is overwritten.
 """
 
 import re
+import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", nargs="?", default=".", help="folder to make; by default the current one")
     folder = Path(parser.parse_args(argv).name)
     write_project(folder)
-    into = "" if folder == Path() else f"cd {folder} && "
+    into = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     print(f"wrote {', '.join(str(folder / name) for name in FILES)}\n")
     print(f"  {into}pytest                                                 # a few steps with a tiny random model")
     print(f"  {into}arealite launch local train.py --config config.yaml    # the run of config.yaml")

@@ -58,7 +58,8 @@ class FailureStreak:
         # The first failure, then each time the total has grown four times: many failures print few lines.
         if self.total >= self._next_warning and self.count < self.limit:
             self._next_warning = 4 * self.total
-            start = f"{self.total} episodes failed so far, {self.count} in a row"
+            streak = f", the last {self.count} in a row" if self.count > 1 else ""
+            start = f"{self.total} episodes failed so far{streak}"
             if self.total == 1:
                 start = "an episode failed, and its row is left out"
             show_message(f"warning: {start}: {describe(error)} (more in the log)")

@@ -50,6 +50,12 @@ class RewardPart:
     is_importable: bool
     keys: frozenset[str] | None
 
+    @property
+    def label(self) -> str:
+        """Its name in messages: that of the function, also if statistics cannot have it (`reward`)."""
+        own = getattr(self.fn, "__name__", "")
+        return own if own.isidentifier() else self.name
+
     def pick(self, values: Row) -> Row:
         """Return the arguments that the function takes."""
         return values if self.keys is None else {k: v for k, v in values.items() if k in self.keys}
@@ -137,7 +143,7 @@ class Rewards(RewardPool):
     @property
     def in_threads(self) -> list[str]:
         """Names of the functions that run on threads of this process."""
-        return [p.name for p in self.parts if not is_async(p.fn) and (p.takes_group or not p.is_importable)]
+        return [p.label for p in self.parts if not is_async(p.fn) and (p.takes_group or not p.is_importable)]
 
     def warm_up(self, fn: Callable[..., Any]) -> None:
         """Start the processes of functions that run in them."""
@@ -155,7 +161,7 @@ class Rewards(RewardPool):
         values = await asyncio.gather(*(self._run_part(part, rows) for part in self.parts))
         if len(self.parts) == 1:
             if None in values[0]:
-                raise RewardError(f"reward {self.parts[0].name} returned None, and there is no other reward")
+                raise RewardError(f"reward {self.parts[0].label} returned None, and there is no other reward")
             return check_rewards(self, values[0], len(rows))
         return check_rewards(self, [self._add(row) for row in zip(*values, strict=True)], len(rows))
 
@@ -188,9 +194,9 @@ class Rewards(RewardPool):
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise RewardError(
-                    f"reward {part.name} did not return within {self.timeout_s:g} s (reward_timeout_s)"
+                    f"reward {part.label} did not return within {self.timeout_s:g} s (reward_timeout_s)"
                 ) from error
-            raise RewardError(f"reward {part.name} raised {_trace_of(part.fn, error)[:_MAX_TEXT]}") from error
+            raise RewardError(f"reward {part.label} raised {_trace_of(part.fn, error)[:_MAX_TEXT]}") from error
 
 
 def _trace_of(fn: Callable[..., Any], error: Exception) -> str:
@@ -217,12 +223,12 @@ def _as_lists(rows: list[Row]) -> Row:
 def _check_group(part: RewardPart, values: Any, count: int) -> list[Any]:
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
         raise RewardError(
-            f"reward {part.name} returned {_show(values)} for {count} completions; it must return a list with one "
+            f"reward {part.label} returned {_show(values)} for {count} completions; it must return a list with one "
             "number for each"
         )
     numbers = [value.item() if hasattr(value, "item") else value for value in values]
     if len(numbers) != count:
-        raise RewardError(f"reward {part.name} returned {len(numbers)} values for {count} completions")
+        raise RewardError(f"reward {part.label} returned {len(numbers)} values for {count} completions")
     check_rewards(part.fn, [value for value in numbers if value is not None], sum(v is not None for v in numbers))
     return numbers
 

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_all_files_are_written_and_the_configuration_is_valid(tmp_path, capsys):
-    folder = tmp_path / "my-task"
+    folder = tmp_path / "my tasks" / "my-task"
     assert init.main([str(folder)]) == 0
     assert sorted(path.name for path in folder.iterdir()) == sorted(init.FILES)
-    assert f"cd {folder} && pytest" in capsys.readouterr().out
+    assert f"cd '{folder}' && pytest" in capsys.readouterr().out
     config = load_config(["--config", str(folder / "config.yaml")], GRPOConfig)
     assert config.experiment_name == "my-task"
     assert not any("PROJECT" in path.read_text() for path in folder.iterdir())

@@ -18,6 +18,11 @@ def test_the_first_failure_is_shown_and_later_ones_print_fewer_and_fewer_lines(c
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "warning: an episode failed, and its row is left out: ValueError: broken (more in the log)"
     assert [int(line.split()[1]) for line in lines[1:]] == [4, 16, 64, 256]
+    assert lines[1].startswith("warning: 4 episodes failed so far: ValueError")
+    streak, error = FailureStreak(limit=10), ValueError("broken")
+    for _ in range(4):
+        streak.add(EpisodeId("stream", 0), error)
+    assert "4 episodes failed so far, the last 4 in a row: ValueError: broken" in capfd.readouterr().out
 
 
 def test_rejections_are_shown_and_end_the_run_after_a_bounded_number(capfd):

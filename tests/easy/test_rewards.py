@@ -131,7 +131,7 @@ def test_a_timeout_inside_of_a_reward_is_an_error_of_the_reward():
     def reward(completion):
         raise TimeoutError("the judge did not answer")
 
-    with pytest.raises(RewardError, match=r"(?s)reward1 raised TimeoutError: the judge did not answer"):
+    with pytest.raises(RewardError, match=r"(?s)reward reward raised TimeoutError: the judge did not answer"):
         score(reward, [row()])
 
 
