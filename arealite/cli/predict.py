@@ -11,6 +11,8 @@ from pathlib import Path
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.plan import SWEPT
+from arealite.core.foresee.recording import read_recording
+from arealite.core.foresee.what_if import describe_load
 from arealite.plan.hardware import find_gpu
 from arealite.plan.layouts import Layout
 from arealite.plan.measured import describe_costs, read_measured, write_measured
@@ -72,8 +74,17 @@ def _check_file(option: str, path: str | None) -> None:
 
 
 def _show(options: Namespace, prediction: Prediction, title: str, text: str) -> int:
-    print(json.dumps(as_json(prediction)) if options.json else f"{title}\n{text}")
+    notes = [f"\nnote: {note}" for note in _notes(options)]
+    print(json.dumps(as_json(prediction)) if options.json else f"{title}\n{text}{''.join(notes)}")
     return 0
+
+
+def _notes(options: Namespace) -> list[str]:
+    """Say what makes a prediction from a recorded run doubtful."""
+    if not options.run_dir or options.json:
+        return []
+    note = describe_load(read_recording(Path(options.run_dir), read_stats(RunDir(options.run_dir))))
+    return [note] if note else []
 
 
 def _search(options: Namespace) -> int:
@@ -118,7 +129,7 @@ def _sweep(options: Namespace) -> int:
     if options.json:
         print(json.dumps({value: as_json(found) for value, found in zip(values, predictions, strict=True)}))
     else:
-        print(describe_sweep(key, values, predictions))
+        print("\n".join([describe_sweep(key, values, predictions), *(f"note: {note}" for note in _notes(options))]))
     if options.page:
         title = options.layout or f"costs of {options.run_dir or options.calibrated}"
         print(f"wrote {save_sweep(Path(options.page), key, values, predictions, title)}")

@@ -40,7 +40,10 @@ def diagnose(case: Case) -> list[Finding]:
     found.sort(key=lambda finding: finding.kind == "worker_dead")
     running = [process for process in case.processes if process.is_running and process.role != "job"]
     if not running:
-        return [ends.over(case)]
+        end = ends.over(case)
+        # On a full disk processes cannot write how they ended.
+        is_clean = end.kind in ("finished", "run_stopped")
+        return [*(() if is_clean else processes.full_disk(case)), end]
     return found or [_healthy(case)]
 
 

@@ -115,7 +115,7 @@ def version_skew(case: Case) -> Iterator[Finding]:
         # A server that has just started, and catches up.
         is_starting = is_asked and not is_asked.get(server.part("facts").get("address"))
         # The trainer may have updated it since its own status was written.
-        ahead = int(held) - int(version) if str(held).isdigit() else 0
+        ahead = int(str(held)) - int(version) if str(held).isdigit() else 0
         is_later = ahead > 0 and (settled_s < _SETTLED_S or (ahead == 1 and server.age_s < trainer.age_s))
         if is_newer and held is not None and not is_starting and not is_later and str(held) != str(int(version)):
             evidence = [f"the trainer is at version {version:.0f}, {server.name}{server.where} holds {held}"]

@@ -130,6 +130,13 @@ def test_network_disk_and_memory():
     assert diagnose(case)[0].kind == "memory_pressure"
 
 
+def test_a_run_that_died_of_a_full_disk():
+    dead, ended = process("rank0", state=None), process("rank0", state=None, ended="ended")
+    full = {"disks": [{"path": "/run", "free": 0, "free_inodes": 0.5}], "probe_error": "No space left on device"}
+    assert [found.kind for found in diagnose(Case(Path("/run"), 60.0, [dead], **full))] == ["disk_full", "run_killed"]
+    assert [found.kind for found in diagnose(Case(Path("/run"), 60.0, [ended], **full))] == ["finished"]
+
+
 def test_a_server_behind_a_slow_link_is_named():
     trainer = batch()
     trainer.status["servers"] = [{"address": ADDRESS, "slow": "a health check takes 2 s"}, {"address": "b", "slow": ""}]

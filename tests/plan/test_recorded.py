@@ -80,6 +80,14 @@ def test_the_run_s_own_limits_are_the_default_of_a_prediction(tmp_path, capsys):
     assert longer["step_s"] > 1.5 * own["step_s"]
 
 
+def test_a_run_that_others_have_disturbed_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("arealite.cli.predict.describe_load", lambda recording: f"{len(recording.steps)} busy steps")
+    stats = write_run(tmp_path, "synchronous")
+    for more in ([], ["--sweep", "eta=0"]):
+        command.main(["--from", str(tmp_path), "--steps", "4", *more])
+        assert f"note: {len(stats)} busy steps" in capsys.readouterr().out
+
+
 def test_runs_that_tell_too_little_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no run directory"):
         read_run(tmp_path / "missing", [])

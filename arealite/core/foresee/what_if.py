@@ -81,12 +81,7 @@ class WhatIf:
                 f"a re-run as recorded takes {self.base.step_s:.2f} s a step, the run took {self.recorded_step_s:.2f}: "
                 "take the predictions as rough"
             )
-        slower = _slower_than_cpu(self.recording)
-        if slower > _MAX_SLOWER:
-            found.append(
-                f"decode steps took {slower:.1f} times as long as the run itself explains: other processes used the "
-                "cores. Predictions are for a machine with the same load"
-            )
+        found += [note] if (note := describe_load(self.recording)) else []
         if not self.simulation.speed.is_known:
             found.append(
                 "the servers' counters say too little about their speed under other loads: generation is assumed to "
@@ -124,6 +119,17 @@ class WhatIf:
                 candidates.append((Scenario(settings, {kind: 2.0}), f"{name} twice as fast"))
         answers = [self.ask(*candidate) for candidate in candidates]
         return sorted((a for a in answers if a.change < -_MIN_GAIN), key=lambda answer: answer.change)
+
+
+def describe_load(recording: Recording) -> str:
+    """Say that other processes used the cores of the run; empty if they did not."""
+    slower = _slower_than_cpu(recording)
+    if slower <= _MAX_SLOWER:
+        return ""
+    return (
+        f"decode steps took {slower:.1f} times as long as the run itself explains: other processes used the cores. "
+        "Predictions are for a machine with the same load"
+    )
 
 
 def _slower_than_cpu(recording: Recording) -> float:
