@@ -10,6 +10,7 @@ time, with engines modelled by hardware tables, a measurement of this machine (`
 """
 
 import importlib
+from argparse import Namespace
 
 from arealite.api.errors import ConfigError
 from arealite.api.generation_args import MOST_RUNNING
@@ -29,6 +30,12 @@ _EXAMPLES = (
     "arealite plan --from runs/demo/reverse --eta 2",
 )
 SWEPT = ("eta", "servers", "prompts", "samples", "lengths", "reward-s")
+_UNUSED = {
+    "--gpus": ("crash", "servers", "interrupt", "steps"),
+    "--layout": ("interrupt",),
+    "--from": ("model", "max-running", "prox-logp"),
+    "--calibrated": ("model", "max-running", "prox-logp"),
+}
 _PROX = ("first_pass", "recompute", "interpolate")
 
 
@@ -37,13 +44,23 @@ def main(argv: list[str]) -> int:
         _parser().print_help()
         return 0 if argv else 2
     if argv[0].startswith("--"):
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        options = parser.parse_args(argv)
+        _refuse_unused(parser, options)
         # Imports torch, which takes seconds; the help does not need it.
         return importlib.import_module("arealite.cli.predict").predict(options)
     if argv[0].startswith("-") or "=" in argv[0]:
         raise ConfigError("name the script first: arealite plan SCRIPT.py key=value…, or predict with --model SIZE")
     config = read_launch_config(argv[0], argv[1:], has_controller_mode=True)
     return show_plan(Job(config, argv[0], argv[1:], *cluster_slots(config)), servers_run_here=False)
+
+
+def _refuse_unused(parser: ArgumentParser, options: Namespace) -> None:
+    """Raise `ConfigError` if an option would change nothing: a prediction must not look as if it did."""
+    for source, names in _UNUSED.items():
+        for name in names if getattr(options, source.removeprefix("--").replace("from", "run_dir")) is not None else ():
+            if getattr(options, name.replace("-", "_")) != parser.get_default(name.replace("-", "_")):
+                raise ConfigError(f"--{name} has no effect with {source}: leave it out")
 
 
 def _parser() -> ArgumentParser:

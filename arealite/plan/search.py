@@ -1,7 +1,9 @@
 """Searches the best layouts of a model on a number of GPUs, with their predictions.
 
-All layouts whose memory fits are ranked by a formula (perfect overlap of generation and training); the best ones are
-simulated. Large jobs are simulated at a fraction of their size, with the same ratio of servers to trainers.
+All layouts whose memory fits are ranked by a formula (perfect overlap of generation and training). The best one of each
+of the best splits into servers and trainers is simulated, then other layouts of the two splits that were fastest: the
+formula knows neither stragglers nor waits, so it may be wrong about the split. Large jobs are simulated at a fraction
+of their size, with the same ratio of servers to trainers.
 """
 
 from collections.abc import Iterator
@@ -17,10 +19,10 @@ from arealite.plan.simulate import Crash, Prediction, Setup, ideal_step_s, simul
 from arealite.plan.workload import Workload
 from arealite.utils.memory.model_size import ModelSize
 
-_NUM_SIMULATED = 8
+_NUM_SPLITS, _NUM_BEST_SPLITS, _NUM_SIMULATED = 7, 2, 12
 # Answers of a batch above which a search simulates a fraction of the job.
 _MAX_BATCH = 1024
-_SEARCH_STEPS = 5
+_SEARCH_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,15 @@ def search(
             "model"
         )
     fitting.sort(key=lambda item: item[0])
-    found = [_simulate(layout, setup, memory, seed) for _, layout, setup, memory in fitting[:_NUM_SIMULATED]]
+    splits: dict[int, list[tuple[Layout, Setup, Memory]]] = {}
+    for _, *each in fitting:
+        splits.setdefault(each[0].train.world_size, []).append((each[0], each[1], each[2]))
+    best = list(splits.values())[:_NUM_SPLITS]
+    found = [_simulate(*layouts[0], seed) for layouts in best]
+    ranked = sorted(zip(found, best, strict=True), key=lambda item: -item[0].tokens_per_s)
+    others = [each for _, layouts in ranked[:_NUM_BEST_SPLITS] for each in layouts[1:]]
+    others.sort(key=lambda each: ideal_step_s(each[1]))
+    found += [_simulate(*each, seed) for each in others[: _NUM_SIMULATED - len(found)]]
     return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
 
 
@@ -119,7 +129,6 @@ def _simulate(layout: Layout, setup: Setup, memory: Memory, seed: int) -> Candid
         num_servers=part,
         train=replace(train, token_s=train.token_s * slower, pair_s=train.pair_s * slower, num_replicas=few),
         steps=_SEARCH_STEPS,
-        warm_up=min(setup.eta + 2, _SEARCH_STEPS),
         seed=seed,
     )
     return Candidate(layout, memory, simulate(small), scale)

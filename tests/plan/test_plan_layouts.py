@@ -15,7 +15,7 @@ from arealite.dashboard.runs import Run
 from arealite.plan.hardware import GPUS, find_gpu
 from arealite.plan.layouts import Layout
 from arealite.plan.model_shape import MODELS, find_model
-from arealite.plan.search import make_setup, search
+from arealite.plan.search import evaluate, make_setup, search
 from arealite.plan.workload import Distribution, Workload
 from arealite.utils.memory.model_size import ModelSize
 
@@ -95,6 +95,19 @@ def test_a_search_returns_layouts_that_fit_with_reasons():
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_search_measures_steps_after_the_lead_has_grown(monkeypatch):
+    monkeypatch.setattr("arealite.plan.search._NUM_SIMULATED", 1)
+    monkeypatch.setattr("arealite.plan.search._NUM_SPLITS", 3)
+    work = Workload(64, 16, Distribution("constant", (200.0,)), Distribution("lognormal", (2000.0, 1.0, 8192.0)))
+    found = search(8, find_model("7B"), GPUS["H100"], work, replace(ROLLOUT, max_head_offpolicyness=4), "sglang")
+    # The formula's best layouts of three splits, not three layouts of its best split.
+    assert len({candidate.layout.train.world_size for candidate in found}) == 3
+    for candidate in found:
+        alone = evaluate(candidate.layout, work, replace(ROLLOUT, max_head_offpolicyness=4), 12).prediction
+        assert candidate.tokens_per_s == pytest.approx(alone.tokens_per_s, rel=0.05), candidate.layout.name
+
+
 MIXTURE = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -150,6 +163,9 @@ def test_models_that_fit_nowhere_are_refused():
         (["--model", "7B"], "give one of --gpus"),
         (["--model", "7B", "--gpus", "8", "--layout", "sglang.d4+d4"], "give one of --gpus"),
         (["--model", "7B", "--gpus", "1"], "--gpus is 1; give 2 to 4096"),
+        (["--model", "7B", "--gpus", "8", "--crash", "0@9"], "--crash has no effect with --gpus"),
+        (["--from", "/not/there", "--model", "7B"], "--model has no effect with --from"),
+        (["--from", "/not/there", "--max-running", "9"], "--max-running has no effect with --from"),
         (["--model", "7B", "--layout", "d8"], "must name servers and trainers"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--eta", "-1"], "--eta is -1"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--prompts", "0"], "--prompts is 0"),
