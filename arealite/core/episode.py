@@ -210,7 +210,8 @@ def check_trajectories(result: Any) -> Trajectories:
     """Check keys, shapes and values of a workflow's result; raises `TrajectoryError`."""
     if not isinstance(result, dict):
         raise TrajectoryError(
-            f"arun_episode returned {type(result).__name__}; expected a dict of tensors, or None to reject"
+            f"arun_episode returned {type(result).__name__}; expected a dict of tensors, such as "
+            "Trajectory.join([…]) makes, or None to reject"
         )
     rewards, shape = result.get("rewards"), _common_shape(result)
     if not isinstance(rewards, torch.Tensor) or rewards.shape != shape[:1]:

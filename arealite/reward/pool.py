@@ -231,10 +231,18 @@ def _answer(owner: Connection, job: bytes) -> bytes:
         fn, rows = pickle.loads(job)
         response = ("done", _compute(owner, fn, rows))
     # Reward code may raise anything; the owner needs the traceback.
-    except BaseException:
-        response = ("error", traceback.format_exc(limit=-6)[:_MAX_TEXT])
+    except BaseException as error:
+        response = ("error", _describe(error)[:_MAX_TEXT])
     busy_s = time.monotonic() - began
     return pickle.dumps((*response, busy_s, max(0.0, busy_s - (_processor_s() - used))))
+
+
+def _describe(error: BaseException) -> str:
+    """Return an error with its traceback from the reward function on, without the frames of this module."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace, limit=-6)).rstrip()
 
 
 def _processor_s() -> float:

@@ -79,6 +79,13 @@ def test_a_reward_of_several_parts_is_a_number_that_has_them(pool, fn):
     assert Trajectory().observe([1]).reward(second).stats == second.parts
 
 
+def test_an_error_shows_the_lines_of_the_reward_and_not_of_the_pool(pool):
+    with pytest.raises(RewardError) as info:
+        asyncio.run(pool.run(sample_rewards.raises, rows("x")))
+    text = str(info.value)
+    assert "sample_rewards.py" in text and "pool.py" not in text and not text.endswith("\n")
+
+
 def test_very_long_errors_are_cut(pool):
     with pytest.raises(RewardError, match="ValueError: a whole page") as info:
         asyncio.run(pool.run(sample_rewards.raises_a_page, rows("x")))
