@@ -3,8 +3,6 @@
 Owns the model, its optimizer and their distribution over ranks; knows no algorithm. `train_batch` takes the loss as a
 function that returns a sum over one packed micro-batch; the engine divides by the weight summed over all micro-batches
 and ranks. Actors, critics and supervised engines are subclasses. What the engine is built from is in `engine/fsdp/`.
-
-B sequences, T padded length, N packed tokens.
 """
 
 import logging
@@ -12,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, mak
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.optimizer import clip_gradients, lr_share, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout
-from arealite.engine.fsdp.passes import PassSettings, WholePasses, merge_stats, put_rows, total_weight
+from arealite.engine.fsdp.passes import PassSettings, WholePasses, join_rows, merge_stats, total_weight
 from arealite.engine.fsdp.sharding import all_tensors, check_logprobs, compile_layers, fill, shard
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from arealite.engine.fsdp.trial import can_run_first_layers, first_layers, trial_batch, trial_loss
@@ -292,18 +290,20 @@ class FSDPEngine(TrainEngine):
             scale_grads([p for p in self.model.parameters() if p.requires_grad], 1.0 / weight)
         return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
 
-    @explains_out_of_memory
     def forward(self, batch: Batch) -> Batch:
         """Implement `TrainEngine.forward`; tokens outside `loss_mask` have log-prob 0 too."""
+        return self.start_forward(batch)()
+
+    @explains_out_of_memory
+    def start_forward(self, batch: Batch) -> Callable[[], Batch]:
+        """Launch the passes of `forward`. What is returned waits for the device and returns the results."""
         # Compiled layers need a graph for training and another for evaluation; without dropout the first serves both.
         as_training = self.config.compile and self.optimizer is not None and not self.uses_dropout
         self._module.train(as_training)
-        result: Batch = {}
         micro_batches = self._micro_batches(batch)
         with torch.set_grad_enabled(as_training):
-            for mb, outputs in zip(micro_batches, self._passes.outputs(micro_batches, self._settings), strict=True):
-                put_rows(result, outputs, mb, batch["attention_mask"])
-        return result
+            outputs = list(self._passes.outputs(micro_batches, self._settings))
+        return partial(join_rows, outputs, micro_batches, batch["attention_mask"])
 
     def _micro_batches(self, batch: Batch, max_tokens: int | None = None) -> list[MicroBatch]:
         group = self.dp_group if self.dp_size > 1 else None

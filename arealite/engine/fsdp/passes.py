@@ -79,13 +79,16 @@ def total_weight(
     return weight
 
 
-def put_rows(result: Batch, outputs: Batch, mb: MicroBatch, mask: torch.Tensor) -> None:
-    """Copy the packed `outputs` of a micro-batch into its rows of the padded `result`, on the host."""
-    for key, value in outputs.items():
-        if key not in result:
-            result[key] = torch.zeros(mask.shape, dtype=value.dtype)
-        if mb.rows:
-            result[key][mb.rows] = unpack(value.detach().cpu(), mask[mb.rows])
+def join_rows(outputs: Sequence[Batch], micro_batches: Sequence[MicroBatch], mask: torch.Tensor) -> Batch:
+    """Return the packed `outputs` of micro-batches as rows of a padded batch with `mask [B, T]`, on the host."""
+    result: Batch = {}
+    for values, mb in zip(outputs, micro_batches, strict=True):
+        for key, value in values.items():
+            if key not in result:
+                result[key] = torch.zeros(mask.shape, dtype=value.dtype)
+            if mb.rows:
+                result[key][mb.rows] = unpack(value.cpu(), mask[mb.rows])
+    return result
 
 
 def merge_stats(stats: dict[str, Stat], new: dict[str, Stat]) -> None:

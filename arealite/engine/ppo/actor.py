@@ -211,12 +211,15 @@ class FSDPPPOActor(FSDPEngine):
         batch.update(loss_weights=weights, loss_norm=norms)
         parts = split_minibatches(batch, self.config.ppo_n_minibatches)
         minibatches = [self._without_idle_rows(select_rows(batch, rows)) for rows in parts]
+        passes = [None for _ in minibatches]
         if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass" and "prox_logp" not in batch:
-            # The first step's forward pass runs the proximal policy itself; the later ones run changed weights.
-            for later in minibatches[1:]:
-                later["prox_logp"] = self.compute_logp(later)
+            # The first step's forward pass runs the proximal policy itself; the later ones run changed weights. A GPU
+            # computes their log-probs while the host prepares the first step.
+            passes = [None, *(self.start_forward(later) for later in minibatches[1:])]
         region, rows = _TrustRegion(self.config.max_update_kl, self.parallel.instance_size), []
-        for minibatch in minibatches:
+        for minibatch, finish in zip(minibatches, passes, strict=True):
+            if finish is not None:
+                minibatch["prox_logp"] = finish()["logp"]
             rows.append(overall | self._minibatch_step(minibatch, region, logps))
             if region.is_left:
                 break
