@@ -254,6 +254,11 @@ def test_micro_batches_count_computed_tokens_and_keep_blocks(share_every_token):
                 assert blocks[a] != blocks[a - 1]
 
 
+def test_a_rank_without_rows_has_no_parts():
+    assert sort_rows([]) == [] and shared_lengths([]) == []
+    assert cut_sorted([], [], [], max_tokens=400) == cut_sorted([], [], [], max_tokens=400, count=2) == []
+
+
 def test_parts_are_nearly_equal():
     # One tree of 20 shared and 10 own tokens per row.
     lengths, shared = [30] * 40, [0] + [20] * 39

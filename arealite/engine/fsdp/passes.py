@@ -80,7 +80,7 @@ def total_weight(
 
 
 def join_rows(outputs: Sequence[Batch], micro_batches: Sequence[MicroBatch], mask: torch.Tensor) -> Batch:
-    """Return the packed `outputs` of micro-batches as rows of a padded batch with `mask [B, T]`, on the host."""
+    """Return the packed outputs as rows of a padded batch with `mask [B, T]`, on the host."""
     result: Batch = {}
     for values, mb in zip(outputs, micro_batches, strict=True):
         for key, value in values.items():

@@ -159,8 +159,8 @@ def cut_sorted(lengths: list[int], saved: list[int], blocks: list[int], max_toke
     is a part of its own.
     """
     starts = [row for row in range(len(lengths)) if row == 0 or blocks[row] != blocks[row - 1]]
-    ends = [*starts[1:], len(lengths)]
-    sizes = [(a, sum(lengths[a:b]) - sum(saved[a:b]), saved[a]) for a, b in zip(starts, ends, strict=True)]
+    ranges = pairwise([*starts, len(lengths)])
+    sizes = [(a, sum(lengths[a:b]) - sum(saved[a:b]), saved[a]) for a, b in ranges]
     cuts = _cut(sizes, max_tokens)
     if not count or len(cuts) == count == 1:
         return cuts
