@@ -104,8 +104,8 @@ def search(
         )
     fitting.sort(key=lambda item: item[0])
     splits: dict[int, list[tuple[Layout, Setup, Memory]]] = {}
-    for _, *each in fitting:
-        splits.setdefault(each[0].train.world_size, []).append((each[0], each[1], each[2]))
+    for _, layout, setup, memory in fitting:
+        splits.setdefault(layout.train.world_size, []).append((layout, setup, memory))
     best = list(splits.values())[:_NUM_SPLITS]
     found = [_simulate(*layouts[0], seed) for layouts in best]
     ranked = sorted(zip(found, best, strict=True), key=lambda item: -item[0].tokens_per_s)
