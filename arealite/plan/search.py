@@ -19,9 +19,9 @@ from arealite.plan.simulate import Crash, Prediction, Setup, ideal_step_s, simul
 from arealite.plan.workload import Workload
 from arealite.utils.memory.model_size import ModelSize
 
-_NUM_SPLITS, _NUM_BEST_SPLITS, _NUM_SIMULATED = 7, 2, 12
+_NUM_SPLITS, _NUM_BEST_SPLITS, _NUM_SIMULATED = 6, 2, 9
 # Answers of a batch above which a search simulates a fraction of the job.
-_MAX_BATCH = 1024
+_MAX_BATCH = 512
 _SEARCH_STEPS = 10
 
 

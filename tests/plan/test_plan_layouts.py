@@ -99,6 +99,7 @@ def test_a_search_returns_layouts_that_fit_with_reasons():
 def test_a_search_measures_steps_after_the_lead_has_grown(monkeypatch):
     monkeypatch.setattr("arealite.plan.search._NUM_SIMULATED", 1)
     monkeypatch.setattr("arealite.plan.search._NUM_SPLITS", 3)
+    monkeypatch.setattr("arealite.plan.search._MAX_BATCH", 1024)
     work = Workload(64, 16, Distribution("constant", (200.0,)), Distribution("lognormal", (2000.0, 1.0, 8192.0)))
     found = search(8, find_model("7B"), GPUS["H100"], work, replace(ROLLOUT, max_head_offpolicyness=4), "sglang")
     # The formula's best layouts of three splits, not three layouts of its best split.
