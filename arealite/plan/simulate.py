@@ -31,9 +31,9 @@ from arealite.plan.virtual_time import VirtualLoop
 from arealite.plan.workload import TOKENS, Rows, SimulatedWorkflow, Workload
 from arealite.utils.activity import activity
 
-# Answers that a simulation generates, unless its number of steps is given.
-_MAX_ANSWERS = 150_000
-_LEAST_STEPS, _MOST_STEPS = 6, 40
+# Answers that a simulation trains on, unless its number of steps is given: a minute at most on one core.
+_MAX_ANSWERS = 130_000
+_LEAST_STEPS, _MOST_STEPS = 3, 40
 
 
 class Crash(NamedTuple):
@@ -69,11 +69,13 @@ class Setup:
 
     def num_steps(self) -> tuple[int, int]:
         """Return how many steps fill the pipeline, and how many are measured."""
-        batch = self.workload.prompts * self.workload.samples
-        cheap = min(max(_MAX_ANSWERS // batch, _LEAST_STEPS), _MOST_STEPS)
         # With the rules of the lead, its first trial has then ended.
         fill = min(2 * self.eta + 2, 14) if self.rollout.adaptive_lead and self.eta > 1 else min(self.eta + 2, 8)
-        return fill if self.warm_up is None else self.warm_up, self.steps or cheap
+        cheap = _MAX_ANSWERS // (self.workload.prompts * self.workload.samples)
+        if self.steps is None and cheap < fill + _LEAST_STEPS:
+            fill = max(2, cheap // 2)
+        fill = fill if self.warm_up is None else self.warm_up
+        return fill, self.steps or min(max(cheap - fill, _LEAST_STEPS), _MOST_STEPS)
 
 
 @dataclass(frozen=True)

@@ -169,20 +169,21 @@ def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
 
 def pack(batch: Batch, rows: list[int] | None = None) -> Batch:
     """Drop the padding of a batch, or of these rows of it, and concatenate the tokens of all sequences."""
-    chosen = slice(None) if rows is None else torch.tensor(rows, dtype=torch.long)
+    device, each = batch["attention_mask"].device, slice(None) if rows is None else rows
+    chosen = torch.arange(num_rows(batch), device=device)[each]
     mask = batch["attention_mask"][chosen].bool()
     lengths = mask.sum(dim=1)
     row, token = mask.nonzero(as_tuple=True)
-    index = (row if rows is None else chosen[row]) * mask.shape[1] + token
+    index = chosen[row] * mask.shape[1] + token
     packed = {
-        key: value.flatten(0, 1).index_select(0, index) if is_per_token(batch, key) else value[chosen]
+        key: value.flatten(0, 1).index_select(0, index) if is_per_token(batch, key) else value[each]
         for key, value in batch.items()
         if key != "attention_mask"
     }
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
     cu_seqlens[1:] = lengths.cumsum(0)
     starts = cu_seqlens[:-1].repeat_interleave(lengths)
-    packed["position_ids"] = torch.arange(len(index), device=mask.device) - starts
+    packed["position_ids"] = torch.arange(len(index), device=device) - starts
     packed["cu_seqlens"] = cu_seqlens
     packed["max_seqlen"] = lengths.max() if len(lengths) else lengths.new_zeros(())
     return packed

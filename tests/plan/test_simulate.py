@@ -57,6 +57,16 @@ def test_a_prompt_is_computed_once_for_its_group_and_before_decoding():
     assert run(server=ServerCost(step_s=0.01, prompt_s=0.001, pass_s=0.03)).step_s == pytest.approx(1.6 + 0.04 + 0.03)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "samples", "fill", "steps"), [(4, 2, 10, 40), (512, 16, 10, 5), (20_000, 1, 3, 3), (10**6, 1, 2, 3)]
+)
+def test_large_jobs_are_simulated_for_fewer_steps(prompts, samples, fill, steps):
+    work = replace(WORK, prompts=prompts, samples=samples)
+    large = replace(SETUP, workload=work, rollout=rollout(4, adaptive_lead=True), steps=None)
+    assert large.num_steps() == (fill, steps)
+    assert replace(large, steps=7).num_steps() == (10, 7)
+
+
 def test_a_step_becomes_longer_with_the_context():
     # 100 steps of 8 sequences whose context grows from 10 to 110 tokens.
     found = run(server=ServerCost(step_s=0.01, context_s=1e-5))
