@@ -10,6 +10,7 @@ time, with engines modelled by hardware tables, a measurement of this machine (`
 """
 
 import importlib
+import shlex
 from argparse import Namespace
 
 from arealite.api.errors import ConfigError
@@ -36,6 +37,11 @@ _UNUSED = {
     "--from": ("model", "max-running", "prox-logp"),
     "--calibrated": ("model", "max-running", "prox-logp"),
 }
+# Options of a search that a prediction of one layout has, too; the backend is part of a layout's name.
+_OF_ONE_LAYOUT = (
+    *("model", "gpu", "eta", "prompts", "samples", "prompt-lengths", "lengths", "reward-s", "turns", "tool-s"),
+    *("max-running", "prox-logp", "fixed-lead", "seed"),
+)
 _PROX = ("first_pass", "recompute", "interpolate")
 
 
@@ -53,6 +59,17 @@ def main(argv: list[str]) -> int:
         raise ConfigError("name the script first: arealite plan SCRIPT.py key=value…, or predict with --model SIZE")
     config = read_launch_config(argv[0], argv[1:], has_controller_mode=True)
     return show_plan(Job(config, argv[0], argv[1:], *cluster_slots(config)), servers_run_here=False)
+
+
+def command_for(layout: str, options: Namespace) -> str:
+    """Return the command that predicts one layout of a search, with what the user gave for the search."""
+    parser, words = _parser(), ["arealite", "plan"]
+    for name in _OF_ONE_LAYOUT:
+        key = name.replace("-", "_")
+        value = getattr(options, key)
+        if name == "gpu" or value != parser.get_default(key):
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join([*words, "--layout", layout])
 
 
 def _refuse_unused(parser: ArgumentParser, options: Namespace) -> None:

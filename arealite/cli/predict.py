@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
-from arealite.cli.plan import SWEPT
+from arealite.cli.plan import SWEPT, command_for
 from arealite.core.foresee.recording import read_recording
 from arealite.core.foresee.what_if import describe_load
 from arealite.plan.hardware import find_gpu
@@ -104,7 +104,7 @@ def _search(options: Namespace) -> int:
     eta = _rollout(options).max_head_offpolicyness
     print(f"the best of {options.gpus} x {gpu.name}, {work.prompts} x {work.samples} answers a step, eta {eta}:")
     print(describe_best(best))
-    print(f"more about one: arealite plan --model {options.model} --gpu {gpu.name} --layout {best[0].layout.name}")
+    print(f"more about one: {command_for(best[0].layout.name, options)}")
     return 0
 
 
@@ -170,15 +170,14 @@ def _workload(options: Namespace, recorded: Workload | None = None) -> Workload:
     usual = Workload(
         512, 16, Distribution("lognormal", (200.0, 0.5, 1024.0)), Distribution("lognormal", (2000.0, 1.0, 8192.0))
     )
-    given = {
-        "prompts": options.prompts,
-        "samples": options.samples,
-        "prompt_tokens": options.prompt_lengths and Distribution.parse(options.prompt_lengths, "--prompt-lengths"),
-        "answer_tokens": options.lengths and Distribution.parse(options.lengths, "--lengths"),
-        "reward_s": options.reward_s and Distribution.parse(options.reward_s, "--reward-s"),
-        "turns": options.turns,
-        "tool_s": options.tool_s and Distribution.parse(options.tool_s, "--tool-s"),
+    given = {"prompts": options.prompts, "samples": options.samples, "turns": options.turns}
+    parsed = {
+        "prompt_tokens": (options.prompt_lengths, Distribution.tokens, "--prompt-lengths"),
+        "answer_tokens": (options.lengths, Distribution.tokens, "--lengths"),
+        "reward_s": (options.reward_s, Distribution.parse, "--reward-s"),
+        "tool_s": (options.tool_s, Distribution.parse, "--tool-s"),
     }
+    given |= {name: parse(text, option) for name, (text, parse, option) in parsed.items() if text is not None}
     for name in ("prompts", "samples", "turns", "max_running"):
         number = getattr(options, name)
         if number is not None and not 1 <= number <= 1_000_000:

@@ -50,6 +50,16 @@ class Distribution:
         return cls(kind, tuple(arguments))
 
     @classmethod
+    def tokens(cls, text: str, what: str) -> "Distribution":
+        """Parse a distribution of numbers of tokens: prompts and answers have one at least."""
+        found = cls.parse(text, what)
+        # The second number of a lognormal distribution is its width.
+        numbers = found.arguments[::2] if found.kind == "lognormal" else found.arguments
+        if min(numbers) < 1:
+            raise ConfigError(f"{what} is {text!r}, with {min(numbers):g} tokens; give at least 1")
+        return found
+
+    @classmethod
     def of(cls, values: list[float]) -> "Distribution":
         """Return the distribution of observed values."""
         return cls("observed", tuple(values))

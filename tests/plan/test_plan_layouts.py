@@ -171,6 +171,9 @@ def test_models_that_fit_nowhere_are_refused():
         (["--model", "7B", "--layout", "sglang.d6+d2", "--eta", "-1"], "--eta is -1"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--prompts", "0"], "--prompts is 0"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--lengths", "normal:3"], "--lengths is 'normal:3'"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--lengths", "0"], "--lengths is '0', with 0 tokens; give at"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--lengths", ""], "--lengths is ''; write constant:N"),
+        (["--model", "7B", "--gpus", "8", "--prompt-lengths", "uniform:0,9"], "--prompt-lengths is 'uniform:0,9', with 0"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--crash", "x@y"], "--crash is 'x@y'"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "lr=1,2"], "--sweep is 'lr=1,2'"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "eta=a"], "'a' is no whole number"),
@@ -191,6 +194,16 @@ def test_models_that_fit_nowhere_are_refused():
 def test_bad_input_says_what_to_do(arguments, message):
     with pytest.raises(ConfigError, match=message):
         command.main(arguments)
+
+
+def test_a_search_names_the_command_for_one_layout_with_what_was_given(capsys):
+    given = ["--model", "0.5B", "--gpu", "A100", "--eta", "2", "--prompts", "8", "--samples", "2", "--lengths", "100"]
+    given += ["--turns", "2", "--fixed-lead", "--seed", "3"]
+    assert command.main([*given, "--gpus", "4", "--backend", "vllm"]) == 0
+    words = capsys.readouterr().out.splitlines()[-1].removeprefix("more about one: arealite plan ").split()
+    assert words[-2] == "--layout" and words[-1].startswith("vllm.d") and sorted(words[:-2]) == sorted(given)
+    assert command.main(words) == 0
+    assert capsys.readouterr().out.startswith(f"{words[-1]} on A100\n")
 
 
 def test_a_malformed_layout_shows_where(capsys):
