@@ -1,6 +1,7 @@
 """Compares the embedded engine with SGLang and vLLM on one machine.
 
-All get the same weights, prompts, lengths and client, and return log-probs.
+All get the same weights, prompts, lengths and client, and return log-probs, each in the fastest form that it has: ours
+as the trainer asks for them.
 
     python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" \\
         vllm="env PYTHONPATH=/opt/vsite python3"
@@ -41,7 +42,7 @@ from arealite.utils.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS, IN_PROCESS = "arealite", "arealite in process"
-LARGE = ("7b", "30b-a3b", "30b-a3b-12")
+LARGE = ("7b", "30b-a3b", "30b-a3b-24", "30b-a3b-12")
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Server:
     def __init__(self, system: str, shape: str, commands: list[list[str]], port: int, folder: Path):
         self.system, self.shape, self.commands, self.folder = system, shape, commands, folder
         self.url = f"http://127.0.0.1:{port}"
-        self.dialect = "native"
+        self.dialect = "arealite" if system == OURS else "native"
         self.log = folder / f"{system}-{shape}.log"
         self._start()
 

@@ -56,13 +56,14 @@ SHAPES = {
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
     "tiny-moe": (128, 384, 2, 4, 2, 32, True),
     "30b-a3b": (2048, 6144, 48, 32, 4, 151936, False),
+    "30b-a3b-24": (2048, 6144, 24, 32, 4, 151936, False),
     "30b-a3b-12": (2048, 6144, 12, 32, 4, 151936, False),
 }
 # Shapes of Qwen3-MoE: experts, experts of a token, width of an expert, head size.
 LONGEST = 65_536  # tokens of a sequence
 EXPERTS = {"tiny-moe": (8, 2, 64, 32), "30b-a3b": (128, 8, 768, 128)}
-# The same with 12 of its 48 layers, for quick comparisons.
-EXPERTS["30b-a3b-12"] = EXPERTS["30b-a3b"]
+# The same with some of its 48 layers, for quick comparisons.
+EXPERTS |= dict.fromkeys(("30b-a3b-24", "30b-a3b-12"), EXPERTS["30b-a3b"])
 
 
 @dataclass

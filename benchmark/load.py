@@ -24,6 +24,10 @@ def _native(prompt: list[int], length: int) -> dict[str, Any]:
     return {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
 
 
+def _flat(prompt: list[int], length: int) -> dict[str, Any]:
+    return _native(prompt, length) | {"flat_logprobs": True}
+
+
 def _vllm_tokens(prompt: list[int], length: int) -> dict[str, Any]:
     params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     # output_kind 2: one answer at the end, none after single steps
@@ -39,6 +43,8 @@ def _completions(prompt: list[int], length: int) -> dict[str, Any]:
 # Path, body of a request, and the log-probs in its answer.
 DIALECTS = {
     "native": ("/generate", _native, lambda a: a["meta_info"]["output_token_logprobs"]),
+    # What the trainer asks the embedded server for.
+    "arealite": ("/generate", _flat, lambda a: a["meta_info"]["output_logprobs"]),
     "vllm": ("/inference/v1/generate", _vllm_tokens, lambda a: a["choices"][0]["logprobs"]["content"]),
     "completions": ("/v1/completions", _completions, lambda a: a["choices"][0]["logprobs"]["token_logprobs"]),
 }  # fmt: skip
