@@ -86,7 +86,7 @@ def measure(options: Options, shape: str, case: str, model: Any) -> dict[str, An
 
 
 def prompt_flops(model: Any, length: int) -> float:
-    """Return the floating-point operations of one prompt: products of the layers, and attention over the causal half."""
+    """Return the floating-point operations of one prompt: products of layers, causal attention."""
     counter = FlopCounter(model)
     return 2.0 * counter.body * length + counter.attention * length * length
 
