@@ -199,7 +199,7 @@ def main() -> None:
         actor = FSDPEngine(TrainEngineConfig(str(work / "model"), **settings))
         actor.initialize()
         copies, ways = [], {}
-        for way in ("disk", "shm", "ipc") if on_gpu else ("disk", "shm", "broadcast", "stream", "delta"):
+        for way in ("disk", "shm", "ipc" if on_gpu else "broadcast", "stream", "delta"):
             copies.append(copy_seconds(weights))
             ways[way] = measure(way, actor, work, options.repeats, options.servers)
         copy_s = statistics.median(copies)
