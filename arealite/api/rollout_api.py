@@ -5,14 +5,15 @@ and actions are text, chat messages, or anything that agent and environment agre
 """
 
 import abc
-from collections.abc import Awaitable
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from arealite.api.engine_api import RolloutWorkflow
 from arealite.api.errors import ConfigError
 from arealite.api.named_code import call_with, load_object
 
-__all__ = ["Agent", "Environment", "RolloutWorkflow", "Step", "load_workflow"]
+__all__ = ["Agent", "Environment", "RolloutWorkflow", "Step", "check_workflows", "find_workflow", "load_workflow"]
 
 # Observation, reward, terminated, truncated, info.
 Step: TypeAlias = tuple[Any, float, bool, bool, dict[str, Any]]
@@ -49,13 +50,60 @@ class Environment(abc.ABC):
         return None
 
 
+def find_workflow(name: str) -> Callable[..., Any]:
+    """Import what makes the workflow that a configuration names: `package.module:Class`, or a function.
+
+    Raises `ConfigError` for a class that is no complete `RolloutWorkflow`. What a function makes is checked later.
+    """
+    found = load_object(name, "workflow")
+    if inspect.isclass(found):
+        if not issubclass(found, RolloutWorkflow):
+            raise ConfigError(f"workflow={name} is a class that is no RolloutWorkflow: {_derive(found)}")
+        if missing := sorted(found.__abstractmethods__):
+            raise ConfigError(f"workflow={name} does not define {', '.join(missing)}: {_derive(found)}")
+    return found
+
+
 def load_workflow(name: str, arguments: dict[str, Any] | None = None, **offered: Any) -> RolloutWorkflow:
-    """Make the workflow that a configuration names: `package.module:Class`, or a function.
+    """Make the workflow that a configuration names, as in `find_workflow`.
 
     It gets those of the `offered` values that its constructor takes (`gconfig`, `tokenizer`, `reward_fn`, …), and all
     `arguments`.
     """
-    workflow = call_with(load_object(name, "workflow"), name, arguments or {}, offered, "workflow")
+    workflow = call_with(find_workflow(name), name, arguments or {}, offered, "workflow")
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(f"workflow={name} made a {type(workflow).__name__}; it must be a RolloutWorkflow")
     return workflow
+
+
+def check_workflows(
+    workflow: RolloutWorkflow | None, judges: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
+) -> RolloutWorkflow:
+    """Return the workflow that a trainer was given; raises `ConfigError` if it or a judge is none."""
+    if workflow is None:
+        raise ConfigError("there is no workflow: pass one to train(), or make the trainer with from_config()")
+    _check_workflow(workflow, "workflow")
+    several = judges.values() if isinstance(judges, Mapping) else [judges]
+    for judge in several if judges is not None else ():
+        _check_workflow(judge, "eval_workflow")
+    return workflow
+
+
+def _check_workflow(given: object, argument: str) -> None:
+    if isinstance(given, RolloutWorkflow):
+        return
+    if not inspect.isclass(given):
+        kind = type(given)
+        raise ConfigError(f"{argument} is a {kind.__name__}, which is no RolloutWorkflow: {_derive(kind)}")
+    if not issubclass(given, RolloutWorkflow):
+        raise ConfigError(f"{argument} is the class {given.__name__}, no RolloutWorkflow: {_derive(given)}")
+    raise ConfigError(f"{argument} is the class {given.__name__}: pass an object, {given.__name__}(…)")
+
+
+def _derive(kind: type) -> str:
+    """Say how to make a class a workflow."""
+    name = kind.__name__ if kind.__module__ != "builtins" else "MyWorkflow"
+    return (
+        f"write `class {name}(RolloutWorkflow)` (of arealite.api.workflow_api) with "
+        "`async def arun_episode(self, engine, data)` (docs/workflows.md)"
+    )

@@ -83,9 +83,11 @@ class GRPOTrainer(EasyTrainer):
             **{name: options.pop(name, None) for name in ("tools", "rollout_func", "environment_factory")},
         )
         _refuse(passed, optimizers)
+        own = options.pop("workflow", None)
         if reward_fn is not None and reward_funcs is not None:
             raise ConfigError("reward_fn and reward_funcs are two names of one argument: pass one of them")
         given = read_given(GRPOConfig, args, config, options, peft_config)
+        _refuse_workflow(own or given.get("workflow"))
         self._is_trl = reward_funcs is not None
         self._functions = reward_fn if reward_funcs is None else reward_funcs
         self._weights = given.fields.get("reward_weights") if reward_weights is None else reward_weights
@@ -156,6 +158,16 @@ def _refuse(passed: dict[str, Any], optimizers: Any) -> None:
             raise ConfigError(f"{name} has no counterpart: {_REFUSED[name]}")
     if any(part is not None for part in optimizers):
         raise ConfigError("optimizers has no counterpart: set learning_rate, lr_scheduler_type and optim")
+
+
+def _refuse_workflow(given: Any) -> None:
+    """Raise for a workflow of the caller's own, which would not be played."""
+    if given is not None:
+        name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        raise ConfigError(
+            f"GRPOTrainer plays answers to prompts and no other workflow; given: {name}. Run it with `arealite "
+            "train workflow=package.module:Class …`, or pass it to PPOTrainer in a script (docs/workflows.md)"
+        )
 
 
 def _thinks(kwargs: Any) -> bool | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import FrozenEngineConfig, GRPOConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.api.rollout_api import check_workflows
 from arealite.api.trainer_api import Trainer
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.controller.factory import make_engine
@@ -102,9 +103,8 @@ class PPOTrainer(Trainer):
         Without it they use `workflow` with the sampling of `eval_gconfig`.
         """
         config, actor, critic, rollout = self.config, self.actor, self.critic, self.rollout
-        workflow, eval_workflow = workflow or self.workflow, eval_workflow or self.eval_workflow
-        if workflow is None:
-            raise ValueError("there is no workflow: pass one to train(), or make the trainer with from_config()")
+        eval_workflow = eval_workflow or self.eval_workflow
+        workflow = check_workflows(workflow or self.workflow, eval_workflow)
         self._check_rows(workflow, eval_workflow)
         evaluator = None
         if self.valid_sets:

@@ -19,7 +19,7 @@ from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.named_code import accepted, load_object, suggest
 from arealite.api.reward_api import RewardFn, check_columns
-from arealite.api.rollout_api import load_workflow
+from arealite.api.rollout_api import find_workflow, load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
@@ -205,7 +205,7 @@ def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
         if not _are_raw(config, data):
             _check_file(data, key)
         if kind in (None, "grpo") and config.workflow is not None:
-            found = load_object(config.workflow, "workflow")
+            found = find_workflow(config.workflow)
             accepted(found, config.workflow, config.workflow_args, _offered(config, data), "workflow")
         elif kind in (None, "grpo"):
             find_reward(data, config.reward)

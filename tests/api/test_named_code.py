@@ -5,7 +5,7 @@ import pytest
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import ConfigError
 from arealite.api.named_code import load_object
-from arealite.api.rollout_api import RolloutWorkflow, load_workflow
+from arealite.api.rollout_api import RolloutWorkflow, check_workflows, load_workflow
 
 MODULE = """
 from arealite.api.rollout_api import RolloutWorkflow
@@ -66,6 +66,24 @@ def test_a_workflow_gets_what_it_takes(module):
 def test_mistakes(module, name, arguments, message):
     with pytest.raises(ConfigError, match=message.replace("M_", f"{module}_").replace("M\\.", rf"{module}\.")):
         load_workflow(name.replace("M", module, 1), arguments, gconfig=None, tokenizer=None)
+
+
+def test_what_a_trainer_gets_must_be_a_workflow(module):
+    game = load_object(f"{module}:Game", "workflow")
+    right = game(None, 1)
+    assert check_workflows(right) is check_workflows(right, right) is check_workflows(right, {"valid": right}) is right
+    for given, message in [
+        (game, r"workflow is the class Game: pass an object, Game\(…\)"),
+        (dict, r"workflow is the class dict, no RolloutWorkflow: write `class MyWorkflow\(RolloutWorkflow\)`"),
+        (GenerationHyperparameters(), "workflow is a GenerationHyperparameters, which is no RolloutWorkflow: write"),
+        (len, r"workflow is a builtin_function_or_method, .* `async def arun_episode\(self, engine, data\)`"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check_workflows(given)
+        with pytest.raises(ConfigError, match=f"eval_{message}"):
+            check_workflows(right, {"valid": given})
+    with pytest.raises(ConfigError, match="there is no workflow: pass one"):
+        check_workflows(None)
 
 
 def test_modules_of_the_package_are_found():

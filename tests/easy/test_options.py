@@ -13,6 +13,7 @@ import torch
 
 from arealite.api.cli_args import DPOConfig, GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
+from arealite.easy.grpo import GRPOTrainer
 from arealite.easy.options import fit_to_rows, make_config, read_given
 
 DATA = {"train_dataset.path": "train_dataset"}
@@ -232,6 +233,14 @@ def test_lora():
         make(peft_config=SimpleNamespace(r=8, lora_dropout=0.1))
     with pytest.raises(ConfigError, match="LoraConfig"):
         make(peft_config=SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    "given", [{"workflow": "game:Workflow"}, {"config": {"workflow": "game:Workflow"}}, {"workflow": LikeTRL}]
+)
+def test_a_workflow_of_ones_own_is_refused_and_not_ignored(given):
+    with pytest.raises(ConfigError, match=r"given: (game:Workflow|LikeTRL)\. Run it with `arealite train workflow="):
+        GRPOTrainer("model", reward_fn=len, train_dataset=[{"prompt": "a"}], **given)
 
 
 def test_supervised_arguments():

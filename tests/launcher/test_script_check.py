@@ -153,6 +153,15 @@ def test_rows_that_cannot_be_played(model_path, gsm8k_path, tmp_path, rows, mess
     assert code == 2 and message in line
 
 
+def test_a_class_instead_of_a_workflow(model_path, gsm8k_path, tmp_path):
+    script = TRAINS.replace("{rows}", '[{"prompt": "1", "answer": "2"}]')
+    script = script.replace("RLVRWorkflow(score, config.gconfig, tokenizer)", "RLVRWorkflow")
+    (tmp_path / "script.py").write_text(script)
+    _, argv = of_example("gsm8k_grpo", model_path, gsm8k_path, tmp_path)
+    code, line = rehearse(tmp_path / "script.py", *argv)
+    assert (code, line) == (2, "error: workflow is the class RLVRWorkflow: pass an object, RLVRWorkflow(…)")
+
+
 def test_what_is_not_downloaded_is_not_checked(gsm8k_path, tmp_path):
     script, argv = of_example("gsm8k_grpo", Path("nobody/nothing"), gsm8k_path, tmp_path)
     code, line = rehearse(script, *argv)

@@ -42,6 +42,12 @@ class NoConfig(Trainer):
 class Game(RolloutWorkflow):
     def __init__(self, gconfig, level): ...
     async def arun_episode(self, engine, data): ...
+
+class Plain:
+    async def arun_episode(self, engine, data): ...
+
+class Half(RolloutWorkflow):
+    def check_row(self, data): ...
 """
 
 
@@ -78,6 +84,8 @@ def test_a_trainer_of_ones_own_has_its_own_configuration(module):
         ("trainer.type=M:NoConfig", "has no `config_class`"),
         ("trainer_class=M:MyTrainer", "set trainer.type to it instead"),
         ("trainer.args.speed=1", "trainer.args has 'speed', which GRPOConfig does not have"),
+        ("workflow=M:Plain", r"is a class that is no RolloutWorkflow: write `class Plain\(RolloutWorkflow\)`"),
+        ("workflow=M:Half", "does not define arun_episode: write `class Half"),
         ("workflow=M:Gane", "did you mean Game"),
         ("workflow=M:Game", r"needs level: set workflow_args\.level"),
     ],
