@@ -71,16 +71,25 @@ class StatefulDataLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches that the saved loader had yielded."""
-        mine = {"seed": self.seed, "num_rows": len(self.rows), "batch_size": self.batch_size}
-        changed = [f"{k} was {state[k]} and is {mine[k]}" for k in mine if state[k] != mine[k]]
-        if (self.curriculum is not None) != ("curriculum" in state):
-            changed.append(f"curriculum was {'on' if 'curriculum' in state else 'off'}")
+        changed = self.differences(state)
         if changed:
             raise DatasetError(
                 f"the data differs from the checkpoint's, so its order cannot be resumed: {', '.join(changed)}. "
                 "Restore the old values, or start another run (another trial_name) from the trained weights in "
                 "checkpoints/"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.load_position(state)
         if self.curriculum:
             self.curriculum.load_state_dict(state["curriculum"])
+
+    def load_position(self, state: dict[str, Any]) -> None:
+        """Continue at the saved position of data that may differ."""
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Return what makes another order than that of the saved loader."""
+        mine = {"seed": self.seed, "num_rows": len(self.rows), "batch_size": self.batch_size}
+        changed = [f"{k} was {state[k]} and is {mine[k]}" for k in mine if state[k] != mine[k]]
+        if (self.curriculum is not None) != ("curriculum" in state):
+            changed.append(f"curriculum was {'on' if 'curriculum' in state else 'off'}")
+        return changed

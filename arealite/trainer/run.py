@@ -22,7 +22,7 @@ from arealite.controller.factory import current_driver
 from arealite.core.ledger.store import Ledger
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
-from arealite.engine.replay.replaying import ReplayEnd, current_replay
+from arealite.engine.replay.replaying import ReplayEnd, checkpoint_parts, current_replay
 from arealite.trainer.best import BestModel
 from arealite.trainer.eval_report import evaluation_lines
 from arealite.trainer.evaluations import Evaluations
@@ -100,7 +100,7 @@ class Run:
             self.dir.create(config)
         self._lock.callback(status.end)
         status.begin_rank(self.dir.path)
-        parts = {k: v for k, v in (("dataloader", dataloader), ("rollout", rollout)) if hasattr(v, "state_dict")}
+        parts = checkpoint_parts(dataloader, rollout)
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.record = RunRecord(config, self.dir, self.engines, rollout)
         self.replay = current_replay()

@@ -40,6 +40,24 @@ class AbsentEngine:
         return lambda *_, **__: None
 
 
+class ReplayedLoader:
+    """Restores the position in the data of a supervised run, also if the replay has another order.
+
+    Another seed is then named with the first statistics that differ, as every other change is.
+    """
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        changed = self.loader.differences(state)
+        if not changed:
+            return self.loader.load_state_dict(state)
+        if rank() == 0:
+            show_message(f"note: the replay reads other data than the run: {', '.join(changed)}")
+        self.loader.load_position(state)
+
+
 class Replay:
     """The replay of this process. All ranks call the same methods."""
 
@@ -166,3 +184,14 @@ def current_replay() -> Replay | None:
     """Return the replay of this process; None if it trains."""
     plan = ReplayPlan.load()
     return None if plan is None else Replay(plan)
+
+
+def checkpoint_parts(dataloader: Any, rollout: Any) -> dict[str, Any]:
+    """Return the parts of a run whose state recover checkpoints hold, by name.
+
+    In a replay with rollouts the data loader is none of them: the record has the rows, in the order of the run.
+    """
+    if current_replay() is not None:
+        dataloader = ReplayedLoader(dataloader) if rollout is None and dataloader is not None else None
+    named = {"dataloader": dataloader, "rollout": rollout}
+    return {name: part for name, part in named.items() if hasattr(part, "load_state_dict")}

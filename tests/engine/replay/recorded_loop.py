@@ -74,7 +74,7 @@ def train(
     """Run the loop of the example scripts; `between` is called with the actor before each step."""
     spec = replace(SPEC, max_steps=num_steps)
     rows = [{"prompt": f"{i}: "} for i in range(64)]
-    loader = StatefulDataLoader(rows, config.train_dataset, seed=3)
+    loader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     workflow = MultiTurnWorkflow(
         reward, config.gconfig, tokenizer, reward_inline=True, max_turns=2, success=3.0, feedback=hint
     )
@@ -104,7 +104,7 @@ def replay(recorded: GRPOConfig, tokenizer: Any, folder: Path, plan: dict[str, A
     """Replay a run in this process, and return its result."""
     config = make_config(Path(recorded.actor.path), folder, record=0)
     config.recover, config.gconfig = RecoverConfig(), recorded.gconfig
-    config.actor = how.pop("actor", config.actor)
+    config.actor, config.seed = how.pop("actor", config.actor), how.pop("seed", recorded.seed)
     return as_replay(RunDir(recorded).record, folder, plan, lambda: train(config, tokenizer, **how))
 
 

@@ -56,6 +56,14 @@ def test_a_replay_starts_from_a_checkpoint(recorded, tokenizer, tmp_path, uses_s
     assert result["difference"] is None and result["num_steps"] == NUM_STEPS - 2
 
 
+@pytest.mark.parametrize("mode", ["trainer-only", "whole"])
+def test_another_seed_is_named_and_changes_nothing_that_is_recorded(recorded, tokenizer, tmp_path, mode):
+    plan = {"mode": mode, "first": 2, "checkpoint": str(RunDir(recorded).recover / "step000002")}
+    result = replay(recorded, tokenizer, tmp_path, plan, seed=5)
+    assert result["difference"] is None and result["num_steps"] == NUM_STEPS - 2
+    assert result["changes"] == ["seed: 1, now 5"]
+
+
 @pytest.mark.slow
 def test_servers_generate_the_recorded_answers_at_their_versions(recorded, tokenizer, tmp_path):
     steps = [read_step(RunDir(recorded).record, step) for step in range(NUM_STEPS)]
@@ -114,8 +122,10 @@ def test_a_weight_that_changes_during_training_is_named(recorded, tokenizer, tmp
     assert result["num_steps"] == 2
 
 
-def test_supervised_training_is_replayed_from_a_checkpoint(model_path, tokenizer, tmp_path):
-    def fit(name, record, mode):
+def test_supervised_training_is_replayed_from_a_checkpoint_and_another_seed_is_named(
+    model_path, tokenizer, tmp_path, capfd
+):
+    def fit(name, record, mode, seed=1):
         config = SFTConfig(
             experiment_name="e",
             trial_name=name,
@@ -124,6 +134,7 @@ def test_supervised_training_is_replayed_from_a_checkpoint(model_path, tokenizer
             train_dataset=DatasetConfig(path="made", batch_size=2),
             recover=RecoverConfig(mode=mode, freq_steps=2),
             record=record,
+            seed=seed,
         )
         config.cluster.fileroot, config.stats_logger.console = str(tmp_path), False
         rows = [{"input_ids": list(range(2, 9 + i)), "loss_mask": [1] * (7 + i)} for i in range(16)]
@@ -134,3 +145,8 @@ def test_supervised_training_is_replayed_from_a_checkpoint(model_path, tokenizer
     plan = {"mode": "trainer-only", "first": 2, "checkpoint": str(recorded.recover / "step000002")}
     result = as_replay(recorded.record, tmp_path / "result", plan, lambda: fit("again", 0, "disabled"))
     assert result["difference"] is None and result["num_steps"] == 2
+
+    result = as_replay(recorded.record, tmp_path / "result", plan, lambda: fit("other", 0, "disabled", seed=5))
+    assert "the replay reads other data than the run: seed was 1 and is 5" in capfd.readouterr().out
+    text = describe(result)
+    assert text.startswith("step 3: ") and text.endswith("changed since the run:\n  seed: 1, now 5")
