@@ -134,7 +134,8 @@ def what_if(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             rerun = asked.ask(scenario, name).rerun
             values = rerun.step_s, other.recorded_step_s, rerun.step_s / other.recorded_step_s
             ages = rerun.mean_age, measured_age(other)
-            say(f"{source} {eta}: " + " ".join(f"{value:.2f}" for value in (*values, *ages)))
+            close = f" (leads {rerun.close_leads} are close)" if rerun.close_leads else ""
+            say(f"{source} {eta}: " + " ".join(f"{value:.2f}" for value in (*values, *ages)) + close)
             rows.append({"recorded": source, "asked": eta, "ratio": values[2], "ages": ages})
         shared = asked.simulation.speed.shared
         say(f"# from η {source}: {shared}; {asked.simulation.speed.samples:.2f} sequences of an episode at once")

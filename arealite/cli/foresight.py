@@ -34,6 +34,7 @@ def analyse(run_dir: RunDir, question: list[str] | None) -> dict[str, Any]:
     result["notes"] = [*path.notes, *what_if.notes(scenario)]
     if question:
         answer = what_if.ask(scenario, name)
+        result["notes"] += what_if.lead_notes(scenario, answer.rerun)
         result["what_if"] = answer.to_json() | {"off_policy": predict(_drift(run_dir), answer.rerun.ages)}
     return result
 
@@ -66,7 +67,8 @@ def answer_lines(run_dir: RunDir, question: list[str]) -> list[str]:
     lines = [f"recorded: {what_if.recorded_step_s:.2f} s a step", f"what if {answer.text()}"]
     for title, each in (("as recorded, re-run", base), (answer.question, answer)):
         lines += [f"{title}:", *(f"  {line}" for line in _describe(each, predict(drift, each.rerun.ages)))]
-    return [*lines, *(f"note: {note}" for note in what_if.notes(scenario))]
+    notes = [*what_if.notes(scenario), *what_if.lead_notes(scenario, answer.rerun)]
+    return [*lines, *(f"note: {note}" for note in notes)]
 
 
 def _describe(answer: Answer, found: dict[str, Any]) -> list[str]:

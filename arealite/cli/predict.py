@@ -12,7 +12,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.plan import SWEPT, command_for
 from arealite.core.foresee.recording import read_recording
-from arealite.core.foresee.what_if import describe_load
+from arealite.core.foresee.what_if import describe_leads, describe_load
 from arealite.plan.hardware import find_gpu
 from arealite.plan.layouts import Layout
 from arealite.plan.measured import describe_costs, read_measured, write_measured
@@ -74,9 +74,21 @@ def _check_file(option: str, path: str | None) -> None:
 
 
 def _show(options: Namespace, prediction: Prediction, title: str, text: str) -> int:
-    notes = [f"\nnote: {note}" for note in _notes(options)]
+    notes = [f"\nnote: {note}" for note in (*_notes(options), *_lead_notes(options, prediction))]
     print(json.dumps(as_json(prediction)) if options.json else f"{title}\n{text}{''.join(notes)}")
     return 0
+
+
+def _lead_notes(options: Namespace, prediction: Prediction) -> list[str]:
+    """Say what either of two leads would do if the adaptive one decided closely between them."""
+    if prediction.close_leads is None or options.json:
+        return []
+    setup, found = _setup(options), {}
+    for lead in prediction.close_leads:
+        fixed = replace(setup.rollout, max_head_offpolicyness=lead, adaptive_lead=False)
+        each = simulate(replace(setup, rollout=fixed))
+        found[lead] = each.step_s, each.mean_age
+    return [describe_leads(found)]
 
 
 def _notes(options: Namespace) -> list[str]:

@@ -20,6 +20,8 @@ UNLIMITED = 1 << 30
 _FILLING_BATCHES = 2
 # A share of time in which the trainer waits that is worth shortening.
 _NOTICEABLE = 0.05
+# A trial that is decided by less than this share of a step may end otherwise in another run: predictions err as much.
+_CLOSE = 0.1
 
 
 @dataclass
@@ -67,10 +69,13 @@ class _Trial(NamedTuple):
     wait_s: float
     work_s: float
 
-    def is_better_with(self, wait_s: float, work_s: float, gain: float) -> bool:
-        """Whether the longer lead saves waiting time and does not slow the trainer's work down."""
+    def margin_s(self, wait_s: float, work_s: float, gain: float) -> float:
+        """Return by how much the longer lead is better than it must be; negative if it is not good enough.
+
+        It must save a share `gain` of the waiting time, and lose less than half of what it saves by slower work.
+        """
         saved_s = self.wait_s - wait_s
-        return saved_s >= gain * self.wait_s and work_s - self.work_s <= saved_s / 2
+        return min(saved_s - gain * self.wait_s, saved_s / 2 - (work_s - self.work_s))
 
 
 class Lead:
@@ -94,6 +99,8 @@ class Lead:
         self._window: list[tuple[float, float, bool]] = []
         self._trial: _Trial | None = None
         self._rules = _FIRST
+        # The leads between which a trial decided, if it was close.
+        self.close: tuple[int, int] | None = None
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
         """Call after each batch, with the time waited for it and the time since the batch before."""
@@ -110,9 +117,13 @@ class Lead:
 
     def _review(self, wait_s: float, work_s: float, had_spare_batch: bool) -> None:
         trial, rules, self._trial = self._trial, self._rules, None
+        margin_s = 0.0
         if trial is not None:
             self._rules = _LATER
-        if trial is not None and not trial.is_better_with(wait_s, work_s, rules.gain):
+            margin_s = trial.margin_s(wait_s, work_s, rules.gain)
+            is_close = abs(margin_s) < _CLOSE * (trial.wait_s + trial.work_s)
+            self.close = (trial.batches, self.batches) if is_close else None
+        if trial is not None and margin_s < 0:
             self._to_rest = rules.rest
             self._change(trial.batches)
         elif trial is not None and rules is _FIRST:

@@ -122,4 +122,5 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "staleness_mean": found.mean_age,
         "sample_ages": found.sample_ages,
         "token_ages": found.token_ages,
+        "close_leads": found.close_leads,
     }

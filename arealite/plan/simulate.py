@@ -107,6 +107,8 @@ class Prediction:
     counts: dict[str, float]
     # Mean seconds that an episode generates.
     generate_s: float = 0.0
+    # Leads between which the adaptive one decided closely; see `core.staleness_manager.Lead`.
+    close_leads: tuple[int, int] | None = None
 
     @property
     def step_s(self) -> float:
@@ -221,7 +223,7 @@ def _run(simulation: _Simulation) -> Prediction:
             _count_ages(batch, number, samples, tokens)
     busy_s, sequence_s = (now - before for now, before in zip(simulation.busy(), busy_before, strict=True))
     available_s = (loop.time() - began) * setup.num_servers
-    counts = simulation.engine.stats()
+    counts, lead = simulation.engine.stats(), simulation.engine.executor.staleness.lead
     simulation.engine.destroy()
     return Prediction(
         steps,
@@ -233,6 +235,7 @@ def _run(simulation: _Simulation) -> Prediction:
         most_in_flight,
         counts,
         simulation.workflow.generate_s / max(1, simulation.workflow.num_ended),
+        None if lead is None else lead.close,
     )
 
 

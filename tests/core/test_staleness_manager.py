@@ -100,6 +100,17 @@ def test_a_longer_lead_that_slows_the_trainer_down_is_undone():
     assert lead_after(lambda batches: 1.0 if next(steps) % 5 else 20.0) > 1
 
 
+def test_a_trial_that_is_decided_closely_is_known():
+    def closely(wait_s, slower_s):
+        lead = Lead(4)
+        leads(lead, lambda b: 0.0 if b > 1 else wait_s, 60, work_s=lambda b: 1.0 + slower_s * (b > 1))
+        return lead.close
+
+    # Half of the waiting time that is saved may be lost by slower work.
+    assert closely(0.4, 0.22) == closely(0.4, 0.18) == (1, 2)
+    assert closely(0.4, 0.0) is None and closely(0.4, 0.6) is None
+
+
 def test_the_lead_never_exceeds_the_staleness_limit():
     plain, led = StalenessManager(8, 4, 1000), StalenessManager(8, 4, 1000, Lead(4))
     assert led.capacity() == 16 < plain.capacity() == 40

@@ -10,6 +10,7 @@ import pytest
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.cli import plan as command
+from arealite.core import staleness_manager
 from arealite.dashboard.foresight import sweeps
 from arealite.dashboard.runs import Run
 from arealite.plan.hardware import GPUS, find_gpu
@@ -239,3 +240,16 @@ def test_help_explains_both_uses(capsys):
     assert command.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "SCRIPT.py" in out and "--gpus N" in out and "--from RUN_DIR" in out
+
+
+def test_leads_that_are_nearly_as_good_are_noted(monkeypatch, capsys):
+    arguments = ["--model", "0.5B", "--gpu", "H100", "--layout", "embedded.d1+d4", "--prompts", "32", "--samples", "4"]
+    arguments += ["--lengths", "500", "--steps", "24"]
+    command.main(arguments)
+    assert "note" not in capsys.readouterr().out
+    monkeypatch.setattr(staleness_manager, "_CLOSE", 100.0)
+    command.main(arguments)
+    note = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"note: adaptive leads of 1 and \d batches are .*: with 1, \d.\d\d s a step and a mean age of 1", note)
+    command.main([*arguments, "--json"])
+    assert json.loads(capsys.readouterr().out)["close_leads"][0] == 1

@@ -42,6 +42,8 @@ class Rerun:
     # Trained samples by age, and episodes that were dropped because they were too old.
     ages: Counter[int] = field(default_factory=Counter)
     num_stale: int = 0
+    # Leads between which the adaptive one decided closely; see `Lead`.
+    close_leads: tuple[int, int] | None = None
 
     @property
     def step_s(self) -> float:
@@ -58,6 +60,8 @@ class Rerun:
 
 class _FixedLead:
     """A lead that does not adapt."""
+
+    close: tuple[int, int] | None = None
 
     def __init__(self, batches: int):
         self.batches = batches
@@ -192,6 +196,7 @@ class _Run:
                 action()
             self._admit()
             self._collect()
+        self.result.close_leads = self.lead.close
         return self.result
 
     def _add_job(self, station: _Station, work: float, action: Callable[[], None]) -> None:

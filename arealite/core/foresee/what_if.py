@@ -89,6 +89,14 @@ class WhatIf:
             )
         return found
 
+    def lead_notes(self, scenario: Scenario, rerun: Rerun) -> list[str]:
+        """Say what either of two leads would do if the adaptive one decided closely between them."""
+        if rerun.close_leads is None:
+            return []
+        fixed = {lead: replace(scenario, settings=replace(scenario.settings, lead=lead)) for lead in rerun.close_leads}
+        found = {lead: self.simulation.run(each) for lead, each in fixed.items()}
+        return [describe_leads({lead: (each.step_s, each.mean_age) for lead, each in found.items()})]
+
     def ask(self, scenario: Scenario, question: str) -> Answer:
         """Return what a scenario would have done."""
         rerun = self.simulation.run(scenario)
@@ -119,6 +127,13 @@ class WhatIf:
                 candidates.append((Scenario(settings, {kind: 2.0}), f"{name} twice as fast"))
         answers = [self.ask(*candidate) for candidate in candidates]
         return sorted((a for a in answers if a.change < -_MIN_GAIN), key=lambda answer: answer.change)
+
+
+def describe_leads(found: Mapping[int, tuple[float, float]]) -> str:
+    """Say that a run may take any of these leads, which have seconds per step and a mean age of samples."""
+    each = [f"with {lead}, {step_s:.2f} s a step and a mean age of {age:.2f}" for lead, (step_s, age) in found.items()]
+    leads = " and ".join(map(str, found))
+    return f"adaptive leads of {leads} batches are nearly as good here, and a run may take either: {'; '.join(each)}"
 
 
 def describe_load(recording: Recording) -> str:

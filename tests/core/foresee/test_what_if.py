@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from arealite.api.errors import ConfigError
+from arealite.core import staleness_manager
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.recording import PlayedStep, Recording, ServerRate, Settings
 from arealite.core.foresee.rerun import Scenario, Simulation
@@ -41,6 +42,21 @@ def test_generation_ahead_hides_the_work_of_the_trainer():
     assert answer.rerun.step_s < 5.0 and max(answer.rerun.ages) == 1
     longer, name = parse_question(["max_head_offpolicyness=8", "lead=8"], what_if.recording.settings)
     assert what_if.ask(longer, name).rerun.step_s == pytest.approx(2.0, rel=0.25)
+
+
+def test_a_lead_that_decides_closely_is_noted(monkeypatch):
+    what_if = WhatIf(synchronous(num_steps=30))
+    scenario, _ = parse_question(["max_head_offpolicyness=4", "lead=adaptive"], what_if.recording.settings)
+    clear = what_if.simulation.run(scenario)
+    assert clear.close_leads is None and what_if.lead_notes(scenario, clear) == []
+    monkeypatch.setattr(staleness_manager, "_CLOSE", 100.0)
+    close = what_if.simulation.run(scenario)
+    assert close.close_leads is not None
+    (note,) = what_if.lead_notes(scenario, close)
+    for lead in close.close_leads:
+        fixed, _ = parse_question(["max_head_offpolicyness=4", f"lead={lead}"], what_if.recording.settings)
+        found = what_if.simulation.run(fixed)
+        assert f"with {lead}, {found.step_s:.2f} s a step and a mean age of {found.mean_age:.2f}" in note
 
 
 def test_faster_parts_save_exactly_their_time():
