@@ -16,7 +16,7 @@ from typing import Any
 
 from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
 from arealite.launcher.checks import check_job
-from arealite.launcher.job import Job, LogFollower, StopEvent
+from arealite.launcher.job import Job, LogFollower, StopEvent, ended_nodes
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts, show_plan
 from arealite.launcher.placement import Placement
@@ -24,6 +24,7 @@ from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import INTERRUPTED, Interrupted
 from arealite.utils.activity import activity
 from arealite.utils.config import REFUSED, run_main
+from arealite.utils.names import FileNames
 from arealite.utils.process import tail
 from arealite.utils.text import clean
 
@@ -189,11 +190,28 @@ class _Attempt:
                     # Other nodes may still write their part of the checkpoint.
                     continue
                 if code:
-                    log = log_path(self.job, node)
-                    message = f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}"
-                    print(message, file=sys.stderr, flush=True)
+                    self.show_failure(node, code)
+                    self.show_other_failures()
                     return code
         return 128 + self.stop.number if self.is_stopping else 0
+
+    def show_failure(self, node: int, code: int) -> None:
+        log = log_path(self.job, node)
+        message = f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}"
+        print(message, file=sys.stderr, flush=True)
+
+    def show_other_failures(self) -> None:
+        """Show the nodes that still end their processes after a failure.
+
+        A node ends when it learns that another one has failed, and may be faster than that one, which has the reason.
+        """
+        codes = ended_nodes(FileNames(self.job.names_folder))
+        failed = {ref: node for ref, node in self.running.items() if codes.get(node)}
+        if failed:
+            # A file server may show a log only when it has been closed.
+            self.ray.wait([*failed], num_returns=len(failed), timeout=self.job.config.launcher.stop_timeout_s)
+        for node in failed.values():
+            self.show_failure(node, codes[node])
 
     def stop_if_asked(self) -> None:
         """After the first signal have the ranks save a checkpoint and end; raises after the second."""

@@ -70,12 +70,14 @@ def main(argv):
     if behaviour == "load":
         pathlib.Path("loaded").touch()
     wait_for_servers(servers.split(","))
-    if behaviour == "raise" and rank == "1":
+    if behaviour in ("raise", "linger") and rank == "1":
         raise RuntimeError("rank one has a problem")
+    if behaviour == "linger":   # so that the other nodes end before the one with the failure
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour in ("SIGKILL", "SIGTERM", "SIGINT") and attempt == "0":
         os.kill(os.getpid(), signal.Signals[behaviour])
         time.sleep(600)
-    if behaviour in ("wait", "raise") or (behaviour == "requeue" and attempt == "0"):
+    if behaviour in ("wait", "raise", "linger") or (behaviour == "requeue" and attempt == "0"):
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         pathlib.Path(f"up{rank}").touch()
         time.sleep(600)

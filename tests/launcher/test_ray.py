@@ -100,9 +100,13 @@ def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, ray_clus
 
 
 @ray_marker
-def test_a_failing_rank_is_shown(work, arguments, ray_cluster):
+@pytest.mark.parametrize("behaviour", ["raise", "linger"])
+def test_a_failing_rank_is_shown(work, arguments, ray_cluster, behaviour):
     argv = on_cpu(
-        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=raise", mode="sglang.d2+d2"
+        arguments,
+        *("cluster.n_nodes=2", "cluster.n_gpus_per_node=2"),
+        f"tokenizer_path={behaviour}",
+        mode="sglang.d2+d2",
     )
     process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=240)
