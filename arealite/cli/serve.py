@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
     if config.join and not config.api_key:
         config = replace(config, api_key=RunDir(config.join).read_key())
         replace(config, join="").check()
+    # These import torch, which the help does not need.
+    importlib.import_module("arealite.dataset.hub").check_hub(config.model_path)
     return importlib.import_module("arealite.cli.server").run_server(config)
 
 

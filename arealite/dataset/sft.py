@@ -13,6 +13,7 @@ from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
 from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows
+from arealite.dataset.hub import check_hub
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
 from arealite.dataset.rows import load_dataset
 from arealite.dataset.streamed import map_lazily, open_streamed
@@ -28,6 +29,7 @@ def load_tokenizer(path: str, for_chat: bool = False) -> PreTrainedTokenizerBase
         f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and tokenizer_config.json) "
         "or a hub name as tokenizer_path=…, or as the model's path. "
     )
+    check_hub(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
