@@ -1,4 +1,4 @@
-"""Chat messages as tokens: the first prompt, and what follows a sampled turn.
+"""Chat messages as tokens: the first prompt, and what follows a sampled turn. And tokens as texts.
 
 Workflows and endpoints with several turns use it. Sampled tokens are never decoded and encoded again, which may give
 other tokens: `encode_next` returns only what stands behind them. It renders a fixed conversation with one reply in
@@ -17,6 +17,19 @@ _REPLY, _ARGUMENT = "OneReplyOfTheAssistant", "OneArgumentOfACall"
 _BASE_PROMPT = {"role": "user", "content": "A"}
 # Some templates demand ids of nine letters and digits.
 _CALL_ID = "call00000"
+
+
+def decode_all(tokenizer: Any, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+    """Return the text of each sequence of tokens, as `tokenizer.decode` does.
+
+    A backend in Rust decodes all of them at once without the interpreter's lock. Transformers would look at each token
+    before, which takes about as long as to decode it.
+    """
+    if _decodes_in_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+    # Tokenizers of others may not know the option.
+    options = {"skip_special_tokens": True} if skip_special_tokens else {}
+    return [tokenizer.decode(ids, **options) for ids in sequences]
 
 
 def encode_chat(
@@ -153,3 +166,13 @@ def _end_tokens(tokenizer: Any) -> set[int | None]:
     """Tokens that end a turn, whatever the template writes: Llama ends one with calls by `<|eom_id|>`."""
     other = tokenizer.convert_tokens_to_ids("<|eom_id|>")
     return {tokenizer.eos_token_id, None if other == tokenizer.unk_token_id else other}
+
+
+@functools.cache
+def _decodes_in_backend(kind: Any) -> bool:
+    """Whether this class is a fast tokenizer of transformers without code of its own to decode."""
+    # The base class of all fast tokenizers, without an import of transformers: that takes long.
+    fast = next((base for base in kind.__mro__ if "backend_tokenizer" in vars(base)), None)
+    if fast is None or not fast.__module__.startswith("transformers."):
+        return False
+    return kind.decode is fast.decode and kind._decode is fast._decode

@@ -61,9 +61,8 @@ class Trajectory:
         self.truncated = False
         self.stats: dict[str, float] = {}
         self._reward: float | None = None
-        self._loss_mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        # Of each response: where it begins, its log-probs and versions.
+        self._sampled: list[tuple[int, np.ndarray, np.ndarray]] = []
         # Experts of the first tokens, [tokens, L · K].
         self._routed: np.ndarray | None = None
         # Where the last response ends; 0 before the first one.
@@ -92,8 +91,8 @@ class Trajectory:
         elif len(what) and isinstance(what[0], Mapping):
             ids = self._encode(what)  # type: ignore[arg-type] - messages, by the first one
         else:
-            ids = list(what)
-        self._append(ids, 0, [0.0] * len(ids), [-1] * len(ids))  # type: ignore[arg-type] - tokens
+            ids = what
+        self.ids += ids  # type: ignore[arg-type] - tokens
         self.images += [image.shifted(start) for image in images]
         self._reply_start = len(self.ids)
         return self
@@ -104,7 +103,8 @@ class Trajectory:
             raise RequestError("the prompt is empty: observe something before the first request")
         request = ModelRequest(list(self.ids), gconfig, seed=seed)
         if self.processor is not None:
-            check_sampled(self.processor, [t for t, mask in zip(self.ids, self._loss_mask, strict=True) if mask])
+            sampled = [t for at, logprobs, _ in self._sampled for t in self.ids[at : at + len(logprobs)]]
+            check_sampled(self.processor, sampled)
             request.gconfig = stop_at_placeholders(self.processor, gconfig)
         request.images = [image.data for image in self.images]
         request.image_spans = [(image.start, image.end) for image in self.images]
@@ -117,7 +117,14 @@ class Trajectory:
                 f"a response to {len(response.input_tokens)} tokens cannot be added to a trajectory of "
                 f"{len(self.ids)} tokens: it must be the answer to exactly these tokens"
             )
-        self._append(response.output_tokens, 1, response.output_logprobs, response.output_versions)
+        ids, logprobs, versions = response.output_tokens, response.output_logprobs, response.output_versions
+        if not len(ids) == len(logprobs) == len(versions):
+            raise RequestError(
+                f"a response has {len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions; expected "
+                "one of each for every token"
+            )
+        self._sampled.append((len(self.ids), np.array(logprobs, np.float32), np.array(versions, np.int64)))
+        self.ids += ids
         self._routed = extend_record(self._routed, response.routed_experts)
         self._awaits_reply = False
         self._end = len(self.ids)
@@ -162,20 +169,21 @@ class Trajectory:
             raise ValueError(f"trajectory {rewards.index(None)} of {len(rewards)} has no reward: call reward(value)")
         lengths = [t._end or len(t.ids) for t in trajectories]
         shape = len(trajectories), max(lengths)
-
-        def pad(rows: list[list[Any]], value: float, dtype: type) -> torch.Tensor:
-            # NumPy takes lists several times as fast as torch.
-            padded = np.full(shape, value, dtype)
-            for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-                padded[i, :length] = row[:length]
-            return torch.from_numpy(padded)
-
+        # NumPy takes lists several times as fast as torch.
+        ids, attention_mask, loss_mask = (np.zeros(shape, np.int64) for _ in range(3))
+        logprobs, versions = np.zeros(shape, np.float32), np.full(shape, -1, np.int64)
+        for i, (t, length) in enumerate(zip(trajectories, lengths, strict=True)):
+            ids[i, :length] = t.ids[:length]
+            attention_mask[i, :length] = 1
+            for at, own_logprobs, own_versions in t._sampled:
+                part = slice(at, at + len(own_logprobs))
+                loss_mask[i, part], logprobs[i, part], versions[i, part] = 1, own_logprobs, own_versions
         batch = {
-            "input_ids": pad([t.ids for t in trajectories], 0, np.int64),
-            "attention_mask": pad([[1] * len(t.ids) for t in trajectories], 0, np.int64),
-            "loss_mask": pad([t._loss_mask for t in trajectories], 0, np.int64),
-            "logprobs": pad([t._logprobs for t in trajectories], 0.0, np.float32),
-            "versions": pad([t._versions for t in trajectories], -1, np.int64),
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(attention_mask),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "logprobs": torch.from_numpy(logprobs),
+            "versions": torch.from_numpy(versions),
             "rewards": torch.tensor(rewards, dtype=torch.float32),
             "truncated": torch.tensor([t.truncated for t in trajectories]),
         }
@@ -186,17 +194,6 @@ class Trajectory:
             batch[STATS_PREFIX + name] = torch.tensor(values, dtype=torch.float32)
         kept = zip(trajectories, lengths, strict=True)
         return batch | image_columns([[image for image in t.images if image.end <= end] for t, end in kept])
-
-    def _append(self, ids: list[int], mask: int, logprobs: list[float], versions: list[int]) -> None:
-        if not len(ids) == len(logprobs) == len(versions):
-            raise RequestError(
-                f"a response has {len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions; expected "
-                "one of each for every token"
-            )
-        self.ids += ids
-        self._loss_mask += [mask] * len(ids)
-        self._logprobs += logprobs
-        self._versions += versions
 
     def _encode(self, messages: Sequence[Any]) -> list[int]:
         tokenizer = self._require_tokenizer()

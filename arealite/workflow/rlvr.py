@@ -7,7 +7,7 @@ none, so that a run can be repeated.
 
 from typing import Any
 
-from arealite.api.chat import encode_chat
+from arealite.api.chat import decode_all, encode_chat
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import DatasetError
@@ -82,16 +82,11 @@ class RLVRWorkflow(RolloutWorkflow):
         self, prompt_ids: list[int], responses: list[ModelResponse], data: dict[str, Any]
     ) -> list[float]:
         columns = {k: v for k, v in data.items() if k not in (*_PROMPT_COLUMNS, *_RESERVED)}
-        prompt = self.tokenizer.decode(prompt_ids)
-        rows = [
-            dict(
-                prompt=prompt,
-                completion=self.tokenizer.decode(r.output_tokens, skip_special_tokens=True),
-                prompt_ids=prompt_ids,
-                completion_ids=r.output_tokens,
-                **columns,
-            )
-            for r in responses
+        (prompt,), answers = decode_all(self.tokenizer, [prompt_ids]), [r.output_tokens for r in responses]
+        texts = decode_all(self.tokenizer, answers, skip_special_tokens=True)
+        rows: list[dict[str, Any]] = [
+            dict(prompt=prompt, completion=text, prompt_ids=prompt_ids, completion_ids=ids, **columns)
+            for text, ids in zip(texts, answers, strict=True)
         ]
         if self.reward_inline and not is_async(self.reward_fn):
             return check_rewards(self.reward_fn, [self.reward_fn(**row) for row in rows], len(rows))

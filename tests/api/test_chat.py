@@ -1,11 +1,15 @@
-"""Tokens of conversations: what follows a sampled turn equals the rendering of the whole conversation."""
+"""Tokens of conversations: what follows a sampled turn equals the rendering of the whole conversation.
+
+And their texts: those of many sequences at once equal those of each.
+"""
 
 import json
 import random
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from arealite.api.chat import encode_chat, encode_next
+from arealite.api.chat import decode_all, encode_chat, encode_next
 from arealite.api.errors import DatasetError, RequestError
 from tests.chat_templates import TEMPLATES, end_of_turn, make_chat_tokenizer
 from tests.tiny_model import make_tokenizer
@@ -133,3 +137,34 @@ def test_what_a_template_cannot_do_is_an_error():
     forgetful.chat_template = None
     with pytest.raises(DatasetError, match="no chat template"):
         encode_chat(forgetful, [{"role": "user", "content": "x"}])
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Decodes in a way of its own."""
+
+    def _decode(self, *args, **kwargs):
+        return super()._decode(*args, **kwargs).upper()
+
+
+class Plain:
+    """A tokenizer of somebody else, which does not know special tokens."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def test_many_sequences_at_once_have_the_texts_that_each_has_alone():
+    own = make_tokenizer()
+    sequences = [[], [own.eos_token_id], [*own.encode("one , two ."), own.eos_token_id, own.pad_token_id], [7] * 300]
+    spaces = make_tokenizer()
+    spaces.clean_up_tokenization_spaces = True
+    shouting = Shouting(tokenizer_object=own.backend_tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    for tokenizer in (own, spaces, shouting, make_chat_tokenizer("qwen25")):
+        for skips in (True, False):
+            alone = [tokenizer.decode(ids, skip_special_tokens=skips) for ids in sequences]
+            assert decode_all(tokenizer, sequences, skip_special_tokens=skips) == alone
+    # They differ where they should: else the texts above would prove nothing.
+    assert {decode_all(each, sequences)[2] for each in (own, spaces, shouting)} == {
+        "one , two .<eos><pad>", "one, two.<eos><pad>", "ONE , TWO .<EOS><PAD>"
+    }  # fmt: skip
+    assert decode_all(Plain(), [[104, 105], []]) == ["hi", ""]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from arealite.api.chat import decode_all
 from arealite.api.io_struct import IMAGE_FILES, IMAGE_NAMES, STATS_PREFIX, Batch
 from arealite.api.vision_api import kept_images
 from arealite.core.episode import Episode, EpisodeId
@@ -195,7 +196,9 @@ class _BatchReader:
 
     def _text(self, ids: np.ndarray) -> str:
         tokens = ids.tolist()
-        return " ".join(map(str, tokens)) if self.tokenizer is None else clean(str(self.tokenizer.decode(tokens)))
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return clean(str(decode_all(self.tokenizer, [tokens])[0]))
 
     def _new_tokens(self, ids: np.ndarray) -> tuple[tuple[int, bytes], ...]:
         # Numbers must not replace texts that are known, and a later batch may have a tokenizer.

@@ -204,7 +204,7 @@ class RemoteEngine(CollectingEngine):
         held = server.version
         with server.track_request():
             pieces = await self.client.generate(server, progress, count)
-        versions = [version for piece in pieces for version in piece.versions]
+        versions = set[int]().union(*(piece.versions for piece in pieces))
         if versions and min(versions) < held:
             # It was restarted so quickly that no request failed.
             raise ServerError(f"{server.address} held version {held}, and answers with {min(versions)}")
