@@ -1,6 +1,7 @@
 """The machines of `tests/machines.py`: links, partitions, and that nothing is left of them."""
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from tests.machines import ROOT, machines, why_not
 
 pytestmark = pytest.mark.slow
 PORT = 5000
+LIMIT_S = 60.0
 
 LEFT_ALONE = """
 import os, signal, subprocess, sys
@@ -25,13 +27,31 @@ with machines(2) as net:
 """
 
 
-def reaches(one, other, timeout_s=10.0):
-    """Whether a connection can be made, and how long that takes."""
-    began = time.monotonic()
+def connect_s(one, other):
+    """Return how long a connection takes; raises `OSError` if none can be made.
+
+    The system gives up after three unanswered requests for an address, one a second, however long the limit of the
+    connection is. On a busy machine the process that delays frames may be that late, so such a failure is not the last
+    word on the link.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        began = time.monotonic()
+        try:
+            with one.network():
+                socket.create_connection((other.address, PORT), LIMIT_S).close()
+            return time.monotonic() - began
+        except OSError as error:
+            if error.errno != errno.EHOSTUNREACH or time.monotonic() > deadline:
+                raise
+
+
+def is_cut(one, other):
+    """Whether no connection can be made within a second."""
     with one.network(), contextlib.suppress(OSError):
-        socket.create_connection((other.address, PORT), timeout_s).close()
-        return time.monotonic() - began
-    return None
+        socket.create_connection((other.address, PORT), 1.0).close()
+        return False
+    return True
 
 
 def is_alive(pid):
@@ -45,18 +65,21 @@ def test_links_can_be_cut_slowed_and_mended():
         for machine in (two, three):
             with machine.network():
                 stack.enter_context(socket.create_server((machine.address, PORT)))
-        assert reaches(one, two) and reaches(one, three)
+        connect_s(one, two)
+        connect_s(one, three)
         two.partition()
-        assert reaches(one, two, 1.0) is None and reaches(one, three)
+        assert is_cut(one, two)
+        connect_s(one, three)
         two.rejoin()
         two.slow(delay_ms=50)
-        assert (reaches(one, two) or 0) >= 0.1
+        # There and back. A busy machine can only make this longer.
+        assert connect_s(one, two) >= 0.1
         two.slow(mbit=10)
-        assert reaches(one, two)
+        connect_s(one, two)
         two.kill()
-        assert reaches(one, two, 1.0) is None and not two.pids()
+        assert is_cut(one, two) and not two.pids()
         two.boot()
-        assert reaches(one, two)
+        connect_s(one, two)
 
 
 def test_nothing_is_left_of_machines_whose_maker_was_killed():
