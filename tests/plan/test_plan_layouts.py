@@ -250,6 +250,8 @@ def test_leads_that_are_nearly_as_good_are_noted(monkeypatch, capsys):
     monkeypatch.setattr(staleness_manager, "_CLOSE", 100.0)
     command.main(arguments)
     note = capsys.readouterr().out.splitlines()[-1]
-    assert re.match(r"note: adaptive leads of 1 and \d batches are .*: with 1, \d.\d\d s a step and a mean age of 1", note)
+    assert re.match(
+        r"note: adaptive leads of 1 and \d batches are .*: with 1, \d.\d\d s a step and a mean age of 1", note
+    )
     command.main([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out)["close_leads"][0] == 1
