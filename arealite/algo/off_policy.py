@@ -12,15 +12,19 @@ from arealite.algo.policy_losses import sequence_mean
 from arealite.api.io_struct import Stat
 
 
-def interpolated_prox(logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
+def interpolated_prox(
+    logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int, progress: float = 1.0
+) -> Tensor:
     """Interpolate proximal log-probs between behaviour and current policy, without a forward pass.
 
-    A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + 1)`. The proximal policy is one step
-    before the one being trained: for fresh data (a = 0) it is the behaviour policy, for old data nearly the current
-    one.
+    A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + progress)`, where `progress` is the
+    share of this update's steps that are done. It is exact if every version moves the log-prob of a token by as much.
+    Before the first step (0) the current policy is the proximal one.
     """
+    if progress == 0.0:
+        return logp.detach()
     age = (current_version - versions).clamp(min=0).to(logp.dtype)
-    return logprobs + (logp.detach() - logprobs) * (age / (age + 1.0))
+    return logprobs + (logp.detach() - logprobs) * (age / (age + progress))
 
 
 def behaviour_weights(

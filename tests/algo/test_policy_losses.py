@@ -235,6 +235,14 @@ def test_interpolated_prox_lies_between_behaviour_and_policy():
     assert prox.tolist() == pytest.approx([-3.0, -2.0, -1.5])
 
 
+@pytest.mark.parametrize("progress", [0.0, 0.25, 0.5])
+def test_interpolated_prox_is_exact_if_every_version_moves_a_token_as_much(progress):
+    versions, per_version = torch.tensor([5, 5, 4, 2]), torch.tensor([0.3, -0.1, 0.2, -0.4])
+    exact = torch.tensor([-1.0, -2.0, -3.0, -0.5])
+    behav, logp = exact - (5 - versions) * per_version, exact + progress * per_version
+    assert interpolated_prox(logp, behav, versions, 5, progress).tolist() == pytest.approx(exact.tolist())
+
+
 def test_m2po_drops_the_largest_until_the_mean_is_small():
     g = torch.Generator().manual_seed(3)
     prox, behav = torch.randn(40, generator=g), torch.randn(40, generator=g)

@@ -212,6 +212,25 @@ def test_first_pass_prox_equals_recompute(model_dirs):
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
+def test_interpolated_prox_is_that_of_a_pass_up_to_the_first_step(model_dirs):
+    """Later minibatches are estimated by how far the policy has moved since the tokens were sampled."""
+    batch = random_batch(LENGTHS)
+    sampler = make_actor(model_dirs["qwen2"])
+    batch["logprobs"] = sampler.compute_logp(batch)
+    batch["versions"] = torch.zeros_like(batch["versions"])
+    found = {}
+    for mode in ("first_pass", "interpolate"):
+        actor = make_actor(model_dirs["qwen2"], prox_logp=mode, ppo_n_minibatches=2, lr=1e-4)
+        one_update(actor, batch)
+        actor.set_version(1)
+        found[mode] = one_update(actor, batch)
+    exact, estimated = found["first_pass"], found["interpolate"]
+    for key in ("prox_kl", "behav_kl/k3", "ratio/max", "grad_norm"):
+        assert estimated[0][key] == pytest.approx(exact[0][key], rel=1e-4, abs=1e-9)
+    assert estimated[1]["grad_norm"] == pytest.approx(exact[1]["grad_norm"], rel=0.01)
+    assert 0 < estimated[1]["prox_kl"] == pytest.approx(exact[1]["prox_kl"], rel=1.0)
+
+
 def test_m2po_computes_the_proximal_policy_if_it_is_not_given(model_dirs):
     batch = random_batch(LENGTHS)
     shares = []

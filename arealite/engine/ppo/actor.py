@@ -27,21 +27,19 @@ from arealite.algo.advantages import (
     token_rewards,
     whiten,
 )
-from arealite.algo.off_policy import behaviour_stats, behaviour_weights, fresh_kl, interpolated_prox, m2po_mask
-from arealite.algo.policy_losses import LOSSES, Clip, LossAndStats, Tokens, aggregation_weights, weighted_sum
-from arealite.api.algorithms import Objective, resolve_objective
+from arealite.algo.off_policy import m2po_mask
+from arealite.algo.policy_losses import aggregation_weights
+from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat, Stats
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.policy_loss import loss_norm, policy_loss
 from arealite.engine.ppo.train_logp import ROW_INDEX, TrainLogp
-from arealite.utils.data import num_rows, select_rows, seq_lengths, sequence_of_token, split_minibatches
+from arealite.utils.data import num_rows, select_rows, seq_lengths, split_minibatches
 from arealite.utils.distributed import broadcast_json
-
-# What one token counts at most in the mean KL of an update.
-_MOST_TOKEN_KL = 10.0
 
 
 class _TrustRegion:
@@ -217,10 +215,10 @@ class FSDPPPOActor(FSDPEngine):
             # computes their log-probs while the host prepares the first step.
             passes = [None, *(self.start_forward(later) for later in minibatches[1:])]
         region, rows = _TrustRegion(self.config.max_update_kl, self.parallel.instance_size), []
-        for minibatch, finish in zip(minibatches, passes, strict=True):
+        for number, (minibatch, finish) in enumerate(zip(minibatches, passes, strict=True)):
             if finish is not None:
                 minibatch["prox_logp"] = finish()["logp"]
-            rows.append(overall | self._minibatch_step(minibatch, region, logps))
+            rows.append(overall | self._minibatch_step(minibatch, region, logps, number / len(minibatches)))
             if region.is_left:
                 break
         skipped = len(minibatches) - len(rows) + region.is_left
@@ -262,12 +260,15 @@ class FSDPPPOActor(FSDPEngine):
         kept["loss_norm"][0] += batch["loss_norm"][~active].sum()
         return kept
 
-    def _minibatch_step(self, minibatch: Batch, region: _TrustRegion, logps: TrainLogp) -> dict[str, float]:
+    def _minibatch_step(
+        self, minibatch: Batch, region: _TrustRegion, logps: TrainLogp, progress: float
+    ) -> dict[str, float]:
         """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum."""
         idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
         settings = {"config": self.config, "objective": self.objective, "version": self.get_version()}
+        settings["progress"] = progress
 
         def may_step(stats: Stats) -> bool:
             # Statistics have been read from the device, and the step is not queued yet: nothing is waited for.
@@ -275,7 +276,7 @@ class FSDPPPOActor(FSDPEngine):
             return region.may_step(stats)
 
         loss_fn = partial(policy_loss, **settings, logps=logps)
-        stats = self.train_batch(minibatch, loss_fn, _loss_norm, may_step) | {"idle_steps": 0.0}
+        stats = self.train_batch(minibatch, loss_fn, loss_norm, may_step) | {"idle_steps": 0.0}
         square = stats.pop("behav_weight/mean_square", None)
         if square:
             stats["ess"] = stats["behav_weight/mean"] ** 2 / square
@@ -342,57 +343,3 @@ def _required(batch: Batch, key: str, setting: str, engine: str) -> torch.Tensor
     if key not in batch:
         raise TrainingError(f"{setting} needs `{key}` in the batch: batch['{key}'] = {engine}.forward(batch)['logp']")
     return batch[key]
-
-
-def policy_loss(
-    outputs: Batch,
-    mb: Batch,
-    config: PPOActorConfig,
-    objective: Objective,
-    version: int,
-    logps: TrainLogp | None = None,
-) -> LossAndStats:
-    """Return the loss of a packed micro-batch (policy, KL and entropy term) and its statistics."""
-    logp, weights = outputs["logp"], mb["loss_weights"]
-    mask = weights > 0
-    owner = sequence_of_token(mb["cu_seqlens"])
-    if logps is not None:
-        logps.add(mb, owner, logp)
-    prox = _proximal(logp, mb, config, version)
-    behaviour, kept = behaviour_weights(
-        prox, mb["logprobs"], mask, owner,
-        config.behav_imp_weight_cap, config.behav_imp_weight_floor, config.behav_imp_weight_mode,
-    )  # fmt: skip
-    tokens = Tokens(logp, prox, mb["advantages"], weights * behaviour, owner)
-    high = config.eps_clip if objective.eps_clip_higher is None else objective.eps_clip_higher
-    loss, stats = LOSSES[objective.loss](tokens, Clip(config.eps_clip, high), config.c_clip)
-    stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
-    if "versions" in mb and config.use_decoupled_loss and config.prox_logp != "interpolate":
-        stats["behav_kl/fresh"] = fresh_kl(prox, mb["logprobs"], version - mb["versions"], mask)
-    # KL between the policy at the start of the update and now. One token of tiny probability must not end the update.
-    moved = kl_estimate(prox, logp.detach(), "k3").clamp(max=_MOST_TOKEN_KL)
-    stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
-    entropy = torch.where(mask, outputs["entropy"], 0.0)
-    stats["entropy"] = Stat(entropy.detach().sum(), mask.sum())
-    if config.entropy_coef:
-        loss = loss - config.entropy_coef * weighted_sum(outputs["entropy"], weights)
-    if config.kl_loss_coef:
-        kl = kl_estimate(logp, mb["ref_logp"], config.kl_estimator or "k3")
-        loss = loss + config.kl_loss_coef * weighted_sum(kl, weights)
-        stats["kl_loss"] = Stat(torch.where(mask, kl, 0.0).detach().sum(), mask.sum())
-    return loss, stats
-
-
-def _proximal(logp: torch.Tensor, mb: Batch, config: PPOActorConfig, version: int) -> torch.Tensor:
-    """Return the log-probs that ratios are relative to."""
-    if not config.use_decoupled_loss:
-        return mb["logprobs"]
-    if config.prox_logp == "interpolate":
-        return interpolated_prox(logp, mb["logprobs"], mb["versions"], version)
-    # The first minibatch of prox_logp=first_pass has none: its own pass is that of the proximal policy.
-    return mb.get("prox_logp", logp.detach())
-
-
-def _loss_norm(mb: Batch) -> torch.Tensor:
-    """Return the divisor of the summed loss: a sum over all sequences of the batch, also those left out."""
-    return mb["loss_norm"].sum()
