@@ -108,6 +108,7 @@ class Objective:
     eps_clip_higher: float | None
     m2_mask: bool
     needs_critic: bool
+    skip_zero_advantage: bool
 
 
 def resolve_objective(config: PPOActorConfig) -> Objective:
@@ -126,6 +127,7 @@ def resolve_objective(config: PPOActorConfig) -> Objective:
         eps_clip_higher=higher,
         m2_mask=algorithm.m2_mask,
         needs_critic=algorithm.needs_critic,
+        skip_zero_advantage=_skips(config),
     )
     for problem in chain(_useless_keys(config, objective), _missing_keys(config, objective, algorithm)):
         raise ConfigError(problem)
@@ -143,6 +145,11 @@ def _norm(config: PPOActorConfig, algorithm: Algorithm) -> NormConfig:
             f"actor.reward_norm is {_describe(norm)}: leave reward_norm out, or set actor.algorithm=custom"
         )
     return norm
+
+
+def _skips(config: PPOActorConfig) -> bool:
+    has_other_terms = bool(config.kl_loss_coef or config.entropy_coef)
+    return not has_other_terms if config.skip_zero_advantage is None else config.skip_zero_advantage
 
 
 def _describe(norm: NormConfig) -> str:
@@ -192,7 +199,7 @@ def _useless_keys(config: PPOActorConfig, objective: Objective) -> Iterator[str]
         yield "max_answer_length is used by loss_mean=constant and overlong_buffer only; neither is set"
     if config.skip_zero_advantage and (config.kl_loss_coef or config.entropy_coef):
         wrong = "with kl_loss_coef or entropy_coef, sequences without advantage have a gradient too"
-        yield f"{wrong}: set skip_zero_advantage=false"
+        yield f"{wrong}: leave skip_zero_advantage out, or set it to false"
 
 
 def _missing_keys(config: PPOActorConfig, objective: Objective, algorithm: Algorithm) -> Iterator[str]:

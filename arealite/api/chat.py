@@ -1,4 +1,4 @@
-"""Chat messages as tokens: the first prompt, and what follows a sampled turn. And tokens as texts.
+"""Chat messages as tokens: the first prompt, and what follows a sampled turn. Also decodes tokens of several answers.
 
 Workflows and endpoints with several turns use it. Sampled tokens are never decoded and encoded again, which may give
 other tokens: `encode_next` returns only what stands behind them. It renders a fixed conversation with one reply in
@@ -22,10 +22,11 @@ _CALL_ID = "call00000"
 def decode_all(tokenizer: Any, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
     """Return the text of each sequence of tokens, as `tokenizer.decode` does.
 
-    A backend in Rust decodes all of them at once without the interpreter's lock. Transformers would look at each token
-    before, which takes about as long as to decode it.
+    A tokenizer in Rust decodes all of them in one call that does not hold the interpreter's lock. `tokenizer.decode`
+    also checks each token in Python, which takes as long as decoding.
     """
-    if _decodes_in_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces:
+    is_plain = _decodes_in_backend(type(tokenizer)) and "decode" not in vars(tokenizer)
+    if is_plain and not tokenizer.clean_up_tokenization_spaces:
         return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
     # Tokenizers of others may not know the option.
     options = {"skip_special_tokens": True} if skip_special_tokens else {}

@@ -77,15 +77,18 @@ def load_workflow(name: str, arguments: dict[str, Any] | None = None, **offered:
 
 
 def check_workflows(
-    workflow: RolloutWorkflow | None, judges: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
+    workflow: RolloutWorkflow | None, evaluating: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
 ) -> RolloutWorkflow:
-    """Return the workflow that a trainer was given; raises `ConfigError` if it or a judge is none."""
+    """Return the workflow that a trainer was given; raises `ConfigError` if it is no `RolloutWorkflow`.
+
+    The same for the workflows of validation sets, which are all `evaluating`, or one for each name.
+    """
     if workflow is None:
         raise ConfigError("there is no workflow: pass one to train(), or make the trainer with from_config()")
     _check_workflow(workflow, "workflow")
-    several = judges.values() if isinstance(judges, Mapping) else [judges]
-    for judge in several if judges is not None else ():
-        _check_workflow(judge, "eval_workflow")
+    several = evaluating.values() if isinstance(evaluating, Mapping) else [evaluating]
+    for each in several if evaluating is not None else ():
+        _check_workflow(each, "eval_workflow")
     return workflow
 
 

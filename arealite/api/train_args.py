@@ -250,7 +250,9 @@ class PPOActorConfig(TrainEngineConfig):
     distill_coef: float = _help("Weight of the reverse KL to the teacher.", 0.0, NOT_NEGATIVE)
     discount: float = _help("GAE gamma.", 1.0, SHARE)
     gae_lambda: float = _help("GAE lambda.", 1.0, SHARE)
-    skip_zero_advantage: bool = _help("Skip sequences whose advantages are all 0.", True)
+    skip_zero_advantage: bool | None = _help(
+        "Skip sequences whose advantages are all 0; null: unless kl_loss_coef or entropy_coef trains them.", None
+    )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -91,8 +91,9 @@ class Trajectory:
         elif len(what) and isinstance(what[0], Mapping):
             ids = self._encode(what)  # type: ignore[arg-type] - messages, by the first one
         else:
-            ids = what
-        self.ids += ids  # type: ignore[arg-type] - tokens
+            # Also of an array, to which `+=` would add.
+            ids = [int(token) for token in what]  # type: ignore[arg-type] - tokens
+        self.ids += ids
         self.images += [image.shifted(start) for image in images]
         self._reply_start = len(self.ids)
         return self

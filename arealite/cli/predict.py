@@ -80,13 +80,12 @@ def _show(options: Namespace, prediction: Prediction, title: str, text: str) -> 
 
 
 def _lead_notes(options: Namespace, prediction: Prediction) -> list[str]:
-    """Say what either of two leads would do if the adaptive one decided closely between them."""
+    """Describe both leads of a trial whose margin is so small that a run may take either."""
     if prediction.close_leads is None or options.json:
         return []
     setup, found = _setup(options), {}
     for lead in prediction.close_leads:
-        fixed = replace(setup.rollout, max_head_offpolicyness=lead, adaptive_lead=False)
-        each = simulate(replace(setup, rollout=fixed))
+        each = simulate(replace(setup, lead=lead))
         found[lead] = each.step_s, each.mean_age
     return [describe_leads(found)]
 

@@ -20,7 +20,7 @@ UNLIMITED = 1 << 30
 _FILLING_BATCHES = 2
 # A share of time in which the trainer waits that is worth shortening.
 _NOTICEABLE = 0.05
-# A trial that is decided by less than this share of a step may end otherwise in another run: predictions err as much.
+# A trial whose margin is below this share of a step may end otherwise in another run: predictions err as much.
 _CLOSE = 0.1
 
 
@@ -99,7 +99,7 @@ class Lead:
         self._window: list[tuple[float, float, bool]] = []
         self._trial: _Trial | None = None
         self._rules = _FIRST
-        # The leads between which a trial decided, if it was close.
+        # The two leads of the last trial if its margin was small (`_CLOSE`).
         self.close: tuple[int, int] | None = None
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
@@ -143,6 +143,17 @@ class Lead:
         if batches != self.batches:
             self._to_skip = max(batches, self.batches)
             self.batches = batches
+
+
+class FixedLead(Lead):
+    """A lead that does not adapt. Episodes may still become as old as the limit allows."""
+
+    def __init__(self, batches: int, max_staleness: int):
+        super().__init__(max_staleness)
+        self.batches = min(batches, max_staleness)
+
+    def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
+        pass
 
 
 class StalenessManager:

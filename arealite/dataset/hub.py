@@ -1,11 +1,11 @@
-"""Says at once that a model cannot be downloaded, on a machine that does not find the hub.
+"""Refuses a model name within seconds if the hub's host cannot be resolved.
 
-`huggingface_hub` repeats every request for most of a minute, and its settings have no number of repetitions.
+`huggingface_hub` retries each request for most of a minute and has no setting for the number of retries.
 """
 
+import os
 import socket
 import time
-from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -26,7 +26,7 @@ def check_hub(path: str) -> None:
     """
     host = urlsplit(constants.ENDPOINT).hostname
     if (
-        Path(path).exists()
+        os.path.exists(path)
         or constants.HF_HUB_OFFLINE
         or host is None
         or {"all", "http", "https"} & getproxies().keys()
@@ -56,4 +56,6 @@ def _lookup_error(host: str) -> str | None:
             return None
         except socket.gaierror as error:
             reason = error.strerror
+        except UnicodeError as error:
+            return f"HF_ENDPOINT is no address: {error}"
     return reason

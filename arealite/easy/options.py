@@ -180,8 +180,6 @@ def _implied(given: Given, max_new_tokens: int) -> dict[str, Any]:
     temperature = given.get("gconfig.temperature")
     if temperature:
         found["actor.temperature"] = temperature
-    if given.get("actor.kl_loss_coef") or given.get("actor.entropy_coef"):
-        found["actor.skip_zero_advantage"] = False
     if given.get("actor.loss_mean") == "constant" or given.get("actor.algorithm") in ("dr_grpo", "dapo"):
         found["actor.max_answer_length"] = max_new_tokens
     return found

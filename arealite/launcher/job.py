@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -44,8 +43,6 @@ _ENDING_S = 5.0
 _KEY = "server.api_key="
 # By this name a launcher elsewhere asks nodes to save a checkpoint and end; its value is the number of the signal.
 STOP_NAME = "stop"
-# A number that is the value of a name.
-NUMBER = re.compile("-?[0-9]{1,9}")
 # Characters of a log's last line in a message.
 _MAX_LINE = 160
 
@@ -61,14 +58,6 @@ def name_checkpoint(job: Job, code: int) -> None:
     saved = sorted(job.run_dir.recover.glob("step*"))
     if code in INTERRUPTED and saved:
         print(f"the newest recover checkpoint is {saved[-1]}\nresume with: {job.resume}", flush=True)
-
-
-def ended_nodes(names: FileNames) -> dict[int, int]:
-    """Return the exit codes of nodes that have ended, or whose children are ending."""
-    named = {name.removeprefix("ended/"): code for name, code in names.list("ended/").items()}
-    # A damaged entry counts as a failure of its node.
-    valid = {node: code if NUMBER.fullmatch(code) else "1" for node, code in named.items() if NUMBER.fullmatch(node)}
-    return {int(node): int(code) for node, code in valid.items()}
 
 
 def _is_running_here(holder: str) -> bool:

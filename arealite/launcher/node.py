@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from arealite.api.backends import BACKENDS, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
-from arealite.launcher.job import NUMBER, STOP_NAME, Job, ended_nodes, name_checkpoint
+from arealite.launcher.job import STOP_NAME, Job, name_checkpoint
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port, wait_for_running
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
@@ -35,6 +36,15 @@ from arealite.utils.status.writer import status
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
+_NUMBER = re.compile("-?[0-9]{1,9}")
+# The error of a node that ends because of another one.
+_SEE_NODE = "node {} failed; see its log"
+
+
+def named_cause(error: str) -> int | None:
+    """Return the node that the last error of a node names as the cause; None if it failed itself."""
+    found = re.match(_SEE_NODE.format("(-?[0-9]+)"), error)
+    return int(found[1]) if found else None
 
 
 class NodeFailure(AReaLiteError):
@@ -215,15 +225,19 @@ class NodePart:
 
     def check_other_nodes(self) -> None:
         """Record which nodes have ended; raises if a required one failed."""
-        self.ended |= ended_nodes(self.names)
-        if self.interrupted is None and (number := self.names.get(STOP_NAME)) and NUMBER.fullmatch(number):
+        for name, code in self.names.list("ended/").items():
+            # A damaged entry counts as a failure of its node.
+            node = name.removeprefix("ended/")
+            if _NUMBER.fullmatch(node):
+                self.ended[int(node)] = int(code) if _NUMBER.fullmatch(code) else 1
+        if self.interrupted is None and (number := self.names.get(STOP_NAME)) and _NUMBER.fullmatch(number):
             self.interrupt_ranks(Interrupted(int(number)))
         for node, code in self.ended.items():
             if self.interrupted and code in INTERRUPTED:
                 # Ranks of this node, too, end by themselves: they may still write their part of the checkpoint.
                 continue
             if code and self.is_required(node):
-                raise NodeFailure(f"node {node} failed; see its log", code)
+                raise NodeFailure(_SEE_NODE.format(node), code)
 
     def is_required(self, node: int) -> bool:
         """Whether the job cannot go on without this node. Servers of a pool (negative nodes) are extra."""

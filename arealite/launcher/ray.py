@@ -16,16 +16,16 @@ from typing import Any
 
 from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
 from arealite.launcher.checks import check_job
-from arealite.launcher.job import Job, LogFollower, StopEvent, ended_nodes
+from arealite.launcher.job import Job, LogFollower, StopEvent
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts, show_plan
+from arealite.launcher.node import named_cause
 from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import INTERRUPTED, Interrupted
 from arealite.utils.activity import activity
 from arealite.utils.config import REFUSED, run_main
-from arealite.utils.names import FileNames
-from arealite.utils.process import tail
+from arealite.utils.process import last_error, tail
 from arealite.utils.text import clean
 
 _WATCH_INTERVAL_S = 0.5
@@ -191,27 +191,30 @@ class _Attempt:
                     continue
                 if code:
                     self.show_failure(node, code)
-                    self.show_other_failures()
                     return code
         return 128 + self.stop.number if self.is_stopping else 0
 
     def show_failure(self, node: int, code: int) -> None:
+        """Show the log of a failed node, or of the node that it names as the cause.
+
+        A node ends when it learns that another one has failed, often before that one, which first ends its processes.
+        """
+        shown = {node}
+        while (cause := named_cause(last_error(tail(log_path(self.job, node))))) is not None and cause not in shown:
+            self.wait_for_end(cause)
+            shown.add(cause)
+            node = cause
         log = log_path(self.job, node)
         message = f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}"
         print(message, file=sys.stderr, flush=True)
 
-    def show_other_failures(self) -> None:
-        """Show the nodes that still end their processes after a failure.
-
-        A node ends when it learns that another one has failed, and may be faster than that one, which has the reason.
-        """
-        codes = ended_nodes(FileNames(self.job.names_folder))
-        failed = {ref: node for ref, node in self.running.items() if codes.get(node)}
-        if failed:
-            # A file server may show a log only when it has been closed.
-            self.ray.wait([*failed], num_returns=len(failed), timeout=self.job.config.launcher.stop_timeout_s)
-        for node in failed.values():
-            self.show_failure(node, codes[node])
+    def wait_for_end(self, node: int) -> None:
+        """Wait until a node that has failed has written its log, up to `launcher.stop_timeout_s`."""
+        refs = [ref for ref, running in self.running.items() if running == node]
+        deadline = time.monotonic() + self.job.config.launcher.stop_timeout_s
+        while refs and not self.stop.is_set() and time.monotonic() < deadline:
+            activity.tick()
+            _, refs = self.ray.wait(refs, timeout=_WATCH_INTERVAL_S)
 
     def stop_if_asked(self) -> None:
         """After the first signal have the ranks save a checkpoint and end; raises after the second."""

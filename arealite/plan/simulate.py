@@ -23,6 +23,7 @@ from arealite.api.io_struct import Batch, WeightUpdateMeta
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.foresee.gpu_sharing import GpuShare
 from arealite.core.ledger.store import Ledger
+from arealite.core.staleness_manager import FixedLead
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.server_model import DecodingServer
 from arealite.plan.shared_cores import SharedCores
@@ -62,6 +63,8 @@ class Setup:
     cores: CoreUse | GpuShare | None = None
     seed: int = 1
     ledger_path: Path | None = None
+    # How many batches generation runs ahead; None: as `rollout` says.
+    lead: int | None = None
 
     @property
     def eta(self) -> int:
@@ -107,7 +110,7 @@ class Prediction:
     counts: dict[str, float]
     # Mean seconds that an episode generates.
     generate_s: float = 0.0
-    # Leads between which the adaptive one decided closely; see `core.staleness_manager.Lead`.
+    # The two leads of the last trial if its margin was small; see `core.staleness_manager.Lead`.
     close_leads: tuple[int, int] | None = None
 
     @property
@@ -152,6 +155,8 @@ class _Simulation:
         may_fail = bool(setup.crashes)
         self.engine = SimulatedEngine(config, loop, self.models, setup.update, ledger, setup.seed, may_fail)
         self.engine.initialize(train_batch_size=setup.workload.prompts)
+        if setup.lead is not None:
+            self.engine.executor.staleness.lead = FixedLead(setup.lead, setup.eta)
         self.rows, self.workflow = Rows(setup.workload, setup.seed), SimulatedWorkflow()
         for crash in setup.crashes:
             if crash.server >= setup.num_servers:

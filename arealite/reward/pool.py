@@ -81,7 +81,7 @@ class RewardPool(JobPool):
         if self._row_s * size > _MAX_JOB_S:
             size = max(1, int(_MAX_JOB_S / self._row_s))
         jobs = [self._run_job(fn, rows[i : i + size]) for i in range(0, len(rows), size)]
-        # A task takes longer than all else that is done here for a job.
+        # Making an asyncio task costs more than the rest of this method.
         parts = [await jobs[0]] if len(jobs) == 1 else await asyncio.gather(*jobs)
         return check_rewards(fn, [value for part in parts for value in part], len(rows))
 

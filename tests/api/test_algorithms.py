@@ -37,6 +37,13 @@ def test_every_loss_has_a_function():
     assert {loss for algorithm in ALGORITHMS.values() for loss in algorithm.loss} == set(LOSSES)
 
 
+def test_sequences_without_advantage_are_skipped_unless_other_terms_train_them():
+    assert resolve_objective(actor()).skip_zero_advantage
+    assert not resolve_objective(actor(skip_zero_advantage=False)).skip_zero_advantage
+    for term in ("kl_loss_coef", "entropy_coef"):
+        assert not resolve_objective(actor(**{term: 0.1})).skip_zero_advantage
+
+
 def test_definitions_of_some_algorithms():
     assert resolve_objective(actor("rloo")).norm.leave_one_out
     assert resolve_objective(actor("rloo")).loss_mean == "sequence_sum"
@@ -65,7 +72,7 @@ def test_definitions_of_some_algorithms():
         (actor("grpo", kl_ctl=0.1, kl_estimator="k4"), "none of k1"),
         (actor("grpo", kl_target=6.0), "set kl_ctl"),
         (actor("grpo", max_answer_length=100), "neither is set"),
-        (actor("grpo", entropy_coef=0.1), "skip_zero_advantage=false"),
+        (actor("grpo", entropy_coef=0.1, skip_zero_advantage=True), "leave skip_zero_advantage out"),
         (actor("dr_grpo", max_answer_length=None), "max_answer_length"),
         (actor("dapo", overlong_buffer=None, max_answer_length=None), "set actor.overlong_buffer"),
         (actor("dapo", overlong_buffer=1000), "must be in"),
@@ -92,7 +99,7 @@ def test_models_are_required_or_rejected_by_the_algorithm():
         (grpo(actor("ppo")), "needs critic.path"),
         (grpo(actor("grpo"), critic=critic), "leave critic out"),
         (grpo(actor("grpo"), teacher=model), "distillation needs both"),
-        (grpo(actor("grpo", kl_loss_coef=0.1, skip_zero_advantage=False)), "set ref.path"),
+        (grpo(actor("grpo", kl_loss_coef=0.1)), "set ref.path"),
         (grpo(actor("dr_grpo", max_answer_length=99)), "differs from gconfig.max_new_tokens"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -168,3 +168,5 @@ def test_many_sequences_at_once_have_the_texts_that_each_has_alone():
         "one , two .<eos><pad>", "one, two.<eos><pad>", "ONE , TWO .<EOS><PAD>"
     }  # fmt: skip
     assert decode_all(Plain(), [[104, 105], []]) == ["hi", ""]
+    own.decode = lambda ids: "replaced"
+    assert decode_all(own, [[7]]) == ["replaced"]

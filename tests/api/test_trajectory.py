@@ -3,6 +3,7 @@
 import asyncio
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,8 @@ def test_a_row_marks_what_was_sampled():
     assert batch["versions"].tolist() == [[-1, -1, 3, 3, -1, 3]]
     assert batch["logprobs"].tolist() == [[0, 0, -0.5, -0.5, 0, -0.5]]
     assert (batch["rewards"].tolist(), batch["truncated"].tolist()) == ([0.5], [False])
+    # The tokens of a prompt may be an array, which `+=` would add to the tokens so far.
+    assert Trajectory().observe([7]).observe(np.array([1])).observe(torch.tensor([2])).ids == [7, 1, 2]
     # The request is a copy: what is observed later does not change it.
     assert request.input_ids == [7, 8]
 

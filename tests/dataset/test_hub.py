@@ -37,6 +37,7 @@ def test_a_name_that_cannot_be_downloaded_is_refused_before_any_request(without_
 def test_what_may_be_found_is_not_refused(without_hub, monkeypatch):
     check_hub(str(without_hub))
     check_hub("no name of the hub")
+    check_hub("x" * 300)
     cached = without_hub / "models--nobody--nothing"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
@@ -53,4 +54,7 @@ def test_what_may_be_found_is_not_refused(without_hub, monkeypatch):
                 patch.setattr(constants, "ENDPOINT", "http://localhost:1")
             check_hub("nobody/other")
     with pytest.raises(ConfigError):
+        check_hub("nobody/other")
+    monkeypatch.setattr(constants, "ENDPOINT", "https://a..b.invalid")
+    with pytest.raises(ConfigError, match="HF_ENDPOINT is no address"):
         check_hub("nobody/other")

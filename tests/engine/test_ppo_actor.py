@@ -185,7 +185,7 @@ def test_kl_in_the_loss_pulls_to_the_reference(model_dirs):
     """With equal rewards the gradient depends on the reference alone."""
     norms = []
     for shift in (0.0, 1.0):
-        options = {"kl_loss_coef": 1.0, "skip_zero_advantage": False}
+        options = {"kl_loss_coef": 1.0}
         actor = make_actor(model_dirs["qwen2"], **options)
         batch = random_batch(LENGTHS)
         batch["rewards"][:] = 1.0
@@ -225,10 +225,21 @@ def test_interpolated_prox_is_that_of_a_pass_up_to_the_first_step(model_dirs):
         actor.set_version(1)
         found[mode] = one_update(actor, batch)
     exact, estimated = found["first_pass"], found["interpolate"]
-    for key in ("prox_kl", "behav_kl/k3", "ratio/max", "grad_norm"):
+    for key in ("behav_kl/k3", "ratio/max", "grad_norm"):
         assert estimated[0][key] == pytest.approx(exact[0][key], rel=1e-4, abs=1e-9)
     assert estimated[1]["grad_norm"] == pytest.approx(exact[1]["grad_norm"], rel=0.01)
-    assert 0 < estimated[1]["prox_kl"] == pytest.approx(exact[1]["prox_kl"], rel=1.0)
+    assert abs(estimated[1]["ratio/mean"] - exact[1]["ratio/mean"]) < abs(exact[1]["ratio/mean"] - 1)
+
+
+def test_an_update_without_steps_leaves_the_proximal_policy_exact(model_dirs):
+    """Minibatches without an advantage make no step, so the policy has not moved when the first one does."""
+    batch = random_batch(LENGTHS)
+    batch["rewards"][:] = 0.5
+    batch["rewards"][6] = 1.0
+    actor = make_actor(model_dirs["qwen2"], prox_logp="interpolate", ppo_n_minibatches=4)
+    stats = one_update(actor, batch)
+    first = next(row for row in stats if not row["idle_steps"])
+    assert first["ratio/max"] == pytest.approx(1.0) and len(stats) == 4 and stats[0]["idle_steps"] == 1
 
 
 def test_m2po_computes_the_proximal_policy_if_it_is_not_given(model_dirs):

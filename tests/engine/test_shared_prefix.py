@@ -136,7 +136,7 @@ def test_values_and_gradients_of_a_critic_are_equal(model_dirs, share_every_toke
 def test_statistics_of_a_policy_update_are_equal(model_dirs, share_every_token):
     results = []
     for share in (False, True):
-        settings = {"share_prefix": share, "entropy_coef": 0.1, "skip_zero_advantage": False}
+        settings = {"share_prefix": share, "entropy_coef": 0.1}
         actor = FSDPPPOActor(engine_config(model_dirs["qwen2"], PPOActorConfig, **settings))
         actor.initialize(SPEC)
         batch = tree_batch(4)

@@ -108,7 +108,7 @@ def _values_and_entropy(rank, path, layout):
     critic = FSDPPPOCritic(engine_config(path), parallel)
     critic.initialize(SPEC)
     torch.nn.init.constant_(critic.model.score.weight, 0.1)
-    config = engine_config(path, PPOActorConfig, entropy_coef=0.1, skip_zero_advantage=False)
+    config = engine_config(path, PPOActorConfig, entropy_coef=0.1)
     actor = FSDPPPOActor(config, parallel)
     actor.initialize(SPEC)
     batch["prox_logp"] = actor.compute_logp(batch)

@@ -12,14 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import cast
 
 from arealite.core.foresee.lengths import Lengths
 from arealite.core.foresee.prompt_passes import PromptPasses
 from arealite.core.foresee.recorded_work import GENERATE, mean_generated, recorded_work
 from arealite.core.foresee.recording import Recording, Settings
 from arealite.core.foresee.speed import GenerationSpeed, fit_speed
-from arealite.core.staleness_manager import Lead, StalenessManager
+from arealite.core.staleness_manager import FixedLead, Lead, StalenessManager
 from arealite.utils.step_context import NO_CONTEXT, StepContext
 
 _ENDED_WITHOUT_RESULT = ("rejected", "failed")
@@ -42,7 +41,7 @@ class Rerun:
     # Trained samples by age, and episodes that were dropped because they were too old.
     ages: Counter[int] = field(default_factory=Counter)
     num_stale: int = 0
-    # Leads between which the adaptive one decided closely; see `Lead`.
+    # The two leads of the last trial if its margin was small; see `Lead`.
     close_leads: tuple[int, int] | None = None
 
     @property
@@ -56,18 +55,6 @@ class Rerun:
     @property
     def mean_age(self) -> float:
         return sum(age * number for age, number in self.ages.items()) / max(1, self.ages.total())
-
-
-class _FixedLead:
-    """A lead that does not adapt."""
-
-    close: tuple[int, int] | None = None
-
-    def __init__(self, batches: int):
-        self.batches = batches
-
-    def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
-        pass
 
 
 class _Station:
@@ -158,8 +145,8 @@ class _Run:
         self.num_servers = settings.servers
         self.trainer = _Station()
         eta, self.batch = settings.max_head_offpolicyness, settings.batch_size
-        lead = Lead(eta) if settings.lead is None else _FixedLead(min(settings.lead, eta))
-        self.manager = StalenessManager(self.batch, eta, settings.max_concurrent_rollouts, cast(Lead, lead))
+        lead = Lead(eta) if settings.lead is None else FixedLead(settings.lead, eta)
+        self.manager = StalenessManager(self.batch, eta, settings.max_concurrent_rollouts, lead)
         self.lead = lead
         self.manager.version = self.recording.steps[0].number
         self.manager.counts.admitted = self.manager.counts.accepted = self.manager.version * self.batch

@@ -114,6 +114,8 @@ class _Row(NamedTuple):
 
 def _rows(batch: Batch, first: int, count: int) -> list[_Row]:
     """Return rows of a batch, without padding."""
+    if not count:
+        return []
     part = {key: batch[key][first : first + count] for key in ("attention_mask", *_ANSWER)}
     # NumPy is several times as fast as torch on small arrays. Double, because it has no bfloat16.
     part["logprobs"] = part["logprobs"].double()

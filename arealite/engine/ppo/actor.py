@@ -215,10 +215,11 @@ class FSDPPPOActor(FSDPEngine):
             # computes their log-probs while the host prepares the first step.
             passes = [None, *(self.start_forward(later) for later in minibatches[1:])]
         region, rows = _TrustRegion(self.config.max_update_kl, self.parallel.instance_size), []
-        for number, (minibatch, finish) in enumerate(zip(minibatches, passes, strict=True)):
+        for minibatch, finish in zip(minibatches, passes, strict=True):
             if finish is not None:
                 minibatch["prox_logp"] = finish()["logp"]
-            rows.append(overall | self._minibatch_step(minibatch, region, logps, number / len(minibatches)))
+            progress = sum(not row["idle_steps"] for row in rows) / len(minibatches)
+            rows.append(overall | self._minibatch_step(minibatch, region, logps, progress))
             if region.is_left:
                 break
         skipped = len(minibatches) - len(rows) + region.is_left
@@ -251,7 +252,7 @@ class FSDPPPOActor(FSDPEngine):
         The first kept row takes over the `loss_norm` of the dropped rows, so the divisor of the loss and the gradient
         stay the same up to rounding. At least one row is kept.
         """
-        if not self.config.skip_zero_advantage or not num_rows(batch):
+        if not self.objective.skip_zero_advantage or not num_rows(batch):
             return batch
         active = (batch["advantages"] != 0).any(dim=1)
         active[0] |= not bool(active.any())
@@ -264,7 +265,7 @@ class FSDPPPOActor(FSDPEngine):
         self, minibatch: Batch, region: _TrustRegion, logps: TrainLogp, progress: float
     ) -> dict[str, float]:
         """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum."""
-        idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
+        idle = self.objective.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
         settings = {"config": self.config, "objective": self.objective, "version": self.get_version()}

@@ -47,8 +47,12 @@ def policy_loss(
     stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
     if "versions" in mb and config.use_decoupled_loss and config.prox_logp != "interpolate":
         stats["behav_kl/fresh"] = fresh_kl(prox, mb["logprobs"], version - mb["versions"], mask)
+    start = prox
+    if config.use_decoupled_loss and config.prox_logp == "interpolate":
+        # The same share for all minibatches: `max_update_kl` subtracts the KL of the first one.
+        start = interpolated_prox(logp, mb["logprobs"], mb["versions"], version)
     # KL between the policy at the start of the update and now. One token of tiny probability must not end the update.
-    moved = kl_estimate(prox, logp.detach(), "k3").clamp(max=_MOST_TOKEN_KL)
+    moved = kl_estimate(start, logp.detach(), "k3").clamp(max=_MOST_TOKEN_KL)
     stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
     entropy = torch.where(mask, outputs["entropy"], 0.0)
     stats["entropy"] = Stat(entropy.detach().sum(), mask.sum())
