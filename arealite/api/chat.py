@@ -1,4 +1,4 @@
-"""Chat messages as tokens: the first prompt, and what follows a sampled turn. Also decodes tokens of several answers.
+"""Chat messages as tokens: the first prompt, and what follows a sampled turn; tokens as texts.
 
 Workflows and endpoints with several turns use it. Sampled tokens are never decoded and encoded again, which may give
 other tokens: `encode_next` returns only what stands behind them. It renders a fixed conversation with one reply in

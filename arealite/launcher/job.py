@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -43,6 +44,8 @@ _ENDING_S = 5.0
 _KEY = "server.api_key="
 # By this name a launcher elsewhere asks nodes to save a checkpoint and end; its value is the number of the signal.
 STOP_NAME = "stop"
+# The error of a node that ends because of another one.
+SEE_NODE = "node {} failed; see its log"
 # Characters of a log's last line in a message.
 _MAX_LINE = 160
 
@@ -58,6 +61,12 @@ def name_checkpoint(job: Job, code: int) -> None:
     saved = sorted(job.run_dir.recover.glob("step*"))
     if code in INTERRUPTED and saved:
         print(f"the newest recover checkpoint is {saved[-1]}\nresume with: {job.resume}", flush=True)
+
+
+def named_cause(error: str) -> int | None:
+    """Return the node that the last error of a node names as the cause; None if it failed itself."""
+    found = re.match(SEE_NODE.format("(-?[0-9]+)"), error)
+    return int(found[1]) if found else None
 
 
 def _is_running_here(holder: str) -> bool:

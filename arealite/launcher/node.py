@@ -23,7 +23,7 @@ from pathlib import Path
 
 from arealite.api.backends import BACKENDS, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
-from arealite.launcher.job import STOP_NAME, Job, name_checkpoint
+from arealite.launcher.job import SEE_NODE, STOP_NAME, Job, name_checkpoint
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port, wait_for_running
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
@@ -37,14 +37,6 @@ from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 _NUMBER = re.compile("-?[0-9]{1,9}")
-# The error of a node that ends because of another one.
-_SEE_NODE = "node {} failed; see its log"
-
-
-def named_cause(error: str) -> int | None:
-    """Return the node that the last error of a node names as the cause; None if it failed itself."""
-    found = re.match(_SEE_NODE.format("(-?[0-9]+)"), error)
-    return int(found[1]) if found else None
 
 
 class NodeFailure(AReaLiteError):
@@ -237,7 +229,7 @@ class NodePart:
                 # Ranks of this node, too, end by themselves: they may still write their part of the checkpoint.
                 continue
             if code and self.is_required(node):
-                raise NodeFailure(_SEE_NODE.format(node), code)
+                raise NodeFailure(SEE_NODE.format(node), code)
 
     def is_required(self, node: int) -> bool:
         """Whether the job cannot go on without this node. Servers of a pool (negative nodes) are extra."""

@@ -16,10 +16,9 @@ from typing import Any
 
 from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
 from arealite.launcher.checks import check_job
-from arealite.launcher.job import Job, LogFollower, StopEvent
+from arealite.launcher.job import Job, LogFollower, StopEvent, named_cause
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts, show_plan
-from arealite.launcher.node import named_cause
 from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import INTERRUPTED, Interrupted

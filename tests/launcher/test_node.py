@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from arealite.launcher.job import Job
+from arealite.launcher.job import SEE_NODE, Job, named_cause
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.node import NodeFailure, NodePart, run_node
 from arealite.launcher.placement import cluster_slots
@@ -114,3 +114,8 @@ def test_nodes_that_have_ended_are_remembered_after_their_names_expire(make_job)
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (64, "SIGRTMAX")])
 def test_every_signal_has_a_name(number, name):
     assert signal_name(number) == name
+
+
+def test_a_node_that_ends_because_of_another_one_names_it():
+    assert named_cause(SEE_NODE.format(12)) == 12 and named_cause(SEE_NODE.format(-3)) == -3
+    assert named_cause("rank 1 ended with code 1; node 2 failed; see its log") is None

@@ -130,7 +130,7 @@ class WhatIf:
 
 
 def describe_leads(found: Mapping[int, tuple[float, float]]) -> str:
-    """Say that a run may take any of these leads; `found` has their seconds per step and mean age of samples."""
+    """Say that a run may take any of these leads, with their seconds per step and mean age of samples."""
     each = [f"with {lead}, {step_s:.2f} s a step and a mean age of {age:.2f}" for lead, (step_s, age) in found.items()]
     leads = " and ".join(map(str, found))
     return f"adaptive leads of {leads} batches are nearly as good here, and a run may take either: {'; '.join(each)}"

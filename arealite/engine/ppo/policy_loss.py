@@ -1,4 +1,4 @@
-"""The loss of `FSDPPPOActor` on a packed micro-batch: policy, KL and entropy terms, with their statistics.
+"""The loss of `FSDPPPOActor` on a packed micro-batch: policy, KL and entropy terms.
 
 The formulas are pure functions in `algo/`; this module reads the configuration. N packed tokens.
 """

@@ -15,7 +15,6 @@ from arealite.api.errors import ConfigError
 from arealite.core.record.environment import describe_environment, differences
 from arealite.core.record.recorder import column_sums
 from arealite.core.record.step_file import read_step
-from arealite.dataset.loader import StatefulDataLoader
 from arealite.engine.replay.compare import Difference, compare_stats, compare_sums, compare_weights
 from arealite.engine.replay.engine import ReplayEngine
 from arealite.engine.replay.plan import ReplayPlan, environment_of, read_attempt, weights_before
@@ -47,7 +46,7 @@ class ReplayedLoader:
     Another seed is then named with the first statistics that differ, as every other change is.
     """
 
-    def __init__(self, loader: StatefulDataLoader):
+    def __init__(self, loader: Any):
         self.loader = loader
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,7 +193,7 @@ def checkpoint_parts(dataloader: Any, rollout: Any) -> dict[str, Any]:
     """
     if current_replay() is not None:
         dataloader = None if rollout is not None else dataloader
-        if isinstance(dataloader, StatefulDataLoader):
-            dataloader = ReplayedLoader(dataloader)
+        # Loaders of others restore their state themselves.
+        dataloader = ReplayedLoader(dataloader) if hasattr(dataloader, "load_position") else dataloader
     named = {"dataloader": dataloader, "rollout": rollout}
     return {name: part for name, part in named.items() if hasattr(part, "load_state_dict")}

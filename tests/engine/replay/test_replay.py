@@ -8,7 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from arealite.api.cli_args import DatasetConfig, OptimizerConfig, RecoverConfig, SFTConfig, TrainEngineConfig
 from arealite.core.record.step_file import read_step, recorded_steps
+from arealite.dataset import StatefulDataLoader
+from arealite.engine.replay import replaying
 from arealite.engine.replay.compare import Difference
+from arealite.engine.replay.replaying import ReplayedLoader, checkpoint_parts
 from arealite.trainer.sft import SFTTrainer
 from arealite.utils.rundir import RunDir
 from tests.engine.replay.recorded_loop import NUM_STEPS, as_replay, make_config, replay, train, vowels, with_lr
@@ -150,3 +153,15 @@ def test_supervised_training_is_replayed_from_a_checkpoint_and_another_seed_is_n
     assert "the replay reads other data than the run: seed was 1 and is 5" in capfd.readouterr().out
     text = describe(result)
     assert text.startswith("step 3: ") and text.endswith("changed since the run:\n  seed: 1, now 5")
+
+
+def test_loaders_of_others_restore_their_state_themselves(monkeypatch):
+    class Loader:
+        def load_state_dict(self, state):
+            pass
+
+    monkeypatch.setattr(replaying, "current_replay", object)
+    loader, own = Loader(), StatefulDataLoader([{}] * 4, DatasetConfig(path="rows", batch_size=2))
+    assert checkpoint_parts(loader, None) == {"dataloader": loader} and checkpoint_parts([], None) == {}
+    assert isinstance(checkpoint_parts(own, None)["dataloader"], ReplayedLoader)
+    assert "dataloader" not in checkpoint_parts(own, Loader())
