@@ -217,3 +217,13 @@ def test_distributions():
     assert Distribution.parse("uniform:100,300", "x").mean() == pytest.approx(200, rel=0.05)
     assert Distribution.parse("lognormal:100,0.5,250", "x").largest == 250
     assert Distribution.of([1.0, 3.0]).mean() == pytest.approx(2, rel=0.1)
+
+
+def test_a_lead_that_is_given_leaves_the_limit_of_staleness():
+    """Long answers of a run that is one batch ahead may still become four versions old."""
+    options = {"workload": MIXED, "steps": 20, "train": TrainCost(token_s=0.0, step_s=0.2)}
+    ahead = run(rollout=rollout(4, adaptive_lead=True, max_concurrent_rollouts=None), lead=1, **options)
+    limited = run(rollout=rollout(1, max_concurrent_rollouts=None), **options)
+    assert max(ahead.sample_ages) > 1 >= max(limited.sample_ages)
+    assert ahead.counts["stale"] == 0 < limited.counts["stale"]
+    assert ahead.step_s < limited.step_s and ahead.mean_age < 2
