@@ -5,12 +5,13 @@
 
 FOLDER of `--data` has GSM8K's `train.jsonl`. Every run is README's command with the configuration of the example and
 the file of the algorithm on top. Servers and trainers share one GPU, `--at-once` runs at a time. Distillation needs
-`--teacher`. Prints a table and one JSON line, and writes `results.md` and `stats.jsonl`: the mean reward of training
-samples in the first and last five steps, with the standard error of that mean.
+`--teacher`. Prints a table and one JSON line, and writes `results.md`, `stats.jsonl` and the configuration of each run.
+The table has the mean reward of training samples in the first and last five steps, with the standard error of the gain.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,8 @@ def run(name: str, args: argparse.Namespace) -> dict:
         code = subprocess.run(
             command_for(name, args), stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY, check=False
         ).returncode
-    stats = args.runs / f"algorithms-{name}" / "trial0" / "stats.jsonl"
+    folder = args.runs / f"algorithms-{name}" / "trial0"
+    stats = folder / "stats.jsonl"
     rows = [json.loads(line) for line in stats.read_text().splitlines()] if stats.exists() else []
     trained = [row for row in rows if "reward" in row]
     if code or len(trained) < 10:
@@ -69,6 +71,7 @@ def run(name: str, args: argparse.Namespace) -> dict:
     with (args.out / "stats.jsonl").open("a") as file:
         kept = ("step", "reward", "answer_len", "entropy", "prox_kl", "behav_kl/k3", "clip_share", "grad_norm")
         file.writelines(json.dumps({"algorithm": name} | {k: row.get(k) for k in kept}) + "\n" for row in trained)
+    shutil.copy(folder / "config.yaml", args.out / f"{name}.yaml")
     row = summary(name, trained)
     print(row, flush=True)
     return row
