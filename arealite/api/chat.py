@@ -17,20 +17,35 @@ _REPLY, _ARGUMENT = "OneReplyOfTheAssistant", "OneArgumentOfACall"
 _BASE_PROMPT = {"role": "user", "content": "A"}
 # Some templates demand ids of nine letters and digits.
 _CALL_ID = "call00000"
+# So few are decoded one by one, and so few encoded, with the interpreter's lock held.
+_FEW_TOKENS, _FEW_CHARACTERS = 256, 1024
 
 
 def decode_all(tokenizer: Any, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
     """Return the text of each sequence of tokens, as `tokenizer.decode` does.
 
-    A tokenizer in Rust decodes all of them in one call that does not hold the interpreter's lock. `tokenizer.decode`
+    A tokenizer in Rust decodes many of them in one call that does not hold the interpreter's lock. `tokenizer.decode`
     also checks each token in Python, which takes as long as decoding.
     """
-    is_plain = _decodes_in_backend(type(tokenizer)) and "decode" not in vars(tokenizer)
-    if is_plain and not tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+    if _is_plain(tokenizer, "decode", "_decode") and not tokenizer.clean_up_tokenization_spaces:
+        backend = tokenizer.backend_tokenizer
+        # The batch wakes threads of its own, which takes longer than decoding a few tokens.
+        if sum(map(len, sequences)) <= _FEW_TOKENS:
+            return [backend.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
+        return backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
     # Tokenizers of others may not know the option.
     options = {"skip_special_tokens": True} if skip_special_tokens else {}
     return [tokenizer.decode(ids, **options) for ids in sequences]
+
+
+def encode_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Return the tokens of a text, as `tokenizer.encode` does: that takes several times as long for a short text."""
+    if len(text) <= _FEW_CHARACTERS and _is_plain(tokenizer, "encode", "_encode_plus"):
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation is backend.padding is None and not tokenizer.split_special_tokens:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    # Tokenizers of others may not know the option.
+    return tokenizer.encode(text) if add_special_tokens else tokenizer.encode(text, add_special_tokens=False)
 
 
 def encode_chat(
@@ -42,7 +57,7 @@ def encode_chat(
 ) -> list[int]:
     """Return the tokens of a whole conversation, by default up to where the model answers."""
     text = _render(tokenizer, messages, tools, add_generation_prompt, template_kwargs)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return encode_text(tokenizer, text, add_special_tokens=False)
 
 
 def encode_next(
@@ -157,10 +172,10 @@ def _reply_ids(tokenizer: Any) -> list[int]:
 def _encode_behind(tokenizer: Any, text: str) -> list[int]:
     """Encode text in the middle of a conversation: some tokenizers add a space to what they are given."""
     before = _reply_ids(tokenizer)
-    ids = tokenizer.encode(_REPLY + text, add_special_tokens=False)
+    ids = encode_text(tokenizer, _REPLY + text, add_special_tokens=False)
     if ids[: len(before)] == before:
         return ids[len(before) :]
-    return tokenizer.encode(text, add_special_tokens=False)
+    return encode_text(tokenizer, text, add_special_tokens=False)
 
 
 def _end_tokens(tokenizer: Any) -> set[int | None]:
@@ -169,11 +184,15 @@ def _end_tokens(tokenizer: Any) -> set[int | None]:
     return {tokenizer.eos_token_id, None if other == tokenizer.unk_token_id else other}
 
 
+def _is_plain(tokenizer: Any, *methods: str) -> bool:
+    """Whether this is a fast tokenizer of transformers without code of its own for these methods."""
+    return _has_plain(type(tokenizer), methods) and vars(tokenizer).keys().isdisjoint(methods)
+
+
 @functools.cache
-def _decodes_in_backend(kind: Any) -> bool:
-    """Whether this class is a fast tokenizer of transformers without code of its own to decode."""
+def _has_plain(kind: Any, methods: tuple[str, ...]) -> bool:
     # The base class of all fast tokenizers, without an import of transformers: that takes long.
     fast = next((base for base in kind.__mro__ if "backend_tokenizer" in vars(base)), None)
     if fast is None or not fast.__module__.startswith("transformers."):
         return False
-    return kind.decode is fast.decode and kind._decode is fast._decode
+    return all(getattr(kind, name) is getattr(fast, name, None) for name in methods)

@@ -278,6 +278,9 @@ class Sequence:
 
     def version_spans(self, num_sampled: int) -> list[tuple[int, int, int]]:
         """`(version, start, end)` over the sampled tokens."""
+        if len(self.version_starts) == 1:
+            start, version = self.version_starts[0]
+            return [(version, start, num_sampled)] if num_sampled > start else []
         ends = [start for start, _ in self.version_starts[1:]] + [num_sampled]
         spans = zip(self.version_starts, ends, strict=True)
         return [(version, start, end) for (start, version), end in spans if end > start]

@@ -7,7 +7,7 @@ none, so that a run can be repeated.
 
 from typing import Any
 
-from arealite.api.chat import decode_all, encode_chat
+from arealite.api.chat import decode_all, encode_chat, encode_text
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import DatasetError
@@ -73,7 +73,7 @@ class RLVRWorkflow(RolloutWorkflow):
         if "messages" in data:
             return encode_chat(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         if "prompt" in data:
-            return self.tokenizer.encode(data["prompt"])
+            return encode_text(self.tokenizer, data["prompt"])
         raise DatasetError(
             f"a row has the columns {sorted(data)}; RLVRWorkflow needs `messages`, `prompt` or `input_ids`"
         )

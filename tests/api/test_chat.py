@@ -3,13 +3,15 @@
 And their texts: those of many sequences at once equal those of each.
 """
 
+import copy
 import json
 import random
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from arealite.api.chat import decode_all, encode_chat, encode_next
+from arealite.api.chat import decode_all, encode_chat, encode_next, encode_text
 from arealite.api.errors import DatasetError, RequestError
 from tests.chat_templates import TEMPLATES, end_of_turn, make_chat_tokenizer
 from tests.tiny_model import make_tokenizer
@@ -163,6 +165,7 @@ def test_many_sequences_at_once_have_the_texts_that_each_has_alone():
         for skips in (True, False):
             alone = [tokenizer.decode(ids, skip_special_tokens=skips) for ids in sequences]
             assert decode_all(tokenizer, sequences, skip_special_tokens=skips) == alone
+            assert decode_all(tokenizer, sequences[:3], skip_special_tokens=skips) == alone[:3]
     # They differ where they should: else the texts above would prove nothing.
     assert {decode_all(each, sequences)[2] for each in (own, spaces, shouting)} == {
         "one , two .<eos><pad>", "one, two.<eos><pad>", "ONE , TWO .<EOS><PAD>"
@@ -170,3 +173,24 @@ def test_many_sequences_at_once_have_the_texts_that_each_has_alone():
     assert decode_all(Plain(), [[104, 105], []]) == ["hi", ""]
     own.decode = lambda ids: "replaced"
     assert decode_all(own, [[7]]) == ["replaced"]
+
+
+class Whispering(PreTrainedTokenizerFast):
+    """Encodes in a way of its own."""
+
+    def _encode_plus(self, text, *args, **kwargs):
+        return super()._encode_plus(text.lower(), *args, **kwargs)
+
+
+@pytest.mark.parametrize("text", ["", "one , two .", "One two", "three " * 500])
+def test_a_text_has_the_tokens_that_its_tokenizer_gives_it(text):
+    own, chat, cut = make_tokenizer(), make_chat_tokenizer("qwen25"), make_tokenizer()
+    cut.backend_tokenizer.enable_truncation(2)
+    whispering = Whispering(tokenizer_object=own.backend_tokenizer, unk_token="<pad>")
+    framing = make_tokenizer()
+    framing.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", special_tokens=[("<eos>", 1)])
+    for tokenizer in (own, chat, whispering, framing, cut):
+        for special in (True, False):
+            expected = copy.deepcopy(tokenizer).encode(text, add_special_tokens=special)
+            assert encode_text(tokenizer, text, add_special_tokens=special) == expected
+    assert encode_text(framing, text) == [1, *encode_text(own, text)]

@@ -41,11 +41,47 @@ def describe_sampling(gconfig: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in gconfig.items() if value != _USUAL.get(key) and key != "n_samples"}
 
 
-def encode_episode(episode: Episode, seed: int, batch: Batch | None, first_row: int = 0) -> dict[str, Any]:
+class _Row(NamedTuple):
+    """Tokens and log-probs of a row of a batch."""
+
+    index: int
+    ids: list[int]
+    versions: list[int]
+    logprobs: np.ndarray
+
+    def holds(self, response: ModelResponse) -> bool:
+        start, tokens = len(response.input_tokens), response.output_tokens
+        part = slice(start, start + len(tokens))
+        return (
+            self.ids[part] == tokens
+            and self.versions[part] == response.output_versions
+            and self.ids[:start] == response.input_tokens
+            and np.array_equal(self.logprobs[part], np.array(response.output_logprobs, np.float32))
+        )
+
+
+class TrainedRows:
+    """The rows of a batch, without padding. Its columns are read once, not for each episode."""
+
+    def __init__(self, batch: Batch):
+        self._lengths = batch["attention_mask"].sum(1).tolist()
+        self._ids, self._versions = (batch[key].numpy(force=True) for key in ("input_ids", "versions"))
+        # Double, because NumPy has no bfloat16.
+        self._logprobs = batch["logprobs"].double().numpy(force=True)
+
+    def take(self, first: int, count: int) -> list[_Row]:
+        """Return `count` rows from `first` on."""
+        part = slice(first, first + count)
+        ids, versions = self._ids[part].tolist(), self._versions[part].tolist()
+        lengths = enumerate(self._lengths[part])
+        return [_Row(first + i, ids[i][:n], versions[i][:n], self._logprobs[first + i, :n]) for i, n in lengths]
+
+
+def encode_episode(episode: Episode, seed: int, batch: TrainedRows | None, first_row: int = 0) -> dict[str, Any]:
     """Describe an episode. Its rows in `batch`, if it was trained, begin at `first_row`."""
     result = episode.result
     num_rows = 0 if batch is None or result is None else result.num_samples
-    rows = [] if batch is None else _rows(batch, first_row, num_rows)
+    rows = [] if batch is None else batch.take(first_row, num_rows)
     data, problem = encode_row(episode.data) if episode.workflow is not None else (None, "restored from a checkpoint")
     return {
         "id": str(episode.id),
@@ -91,37 +127,6 @@ def decode_row(value: Any) -> Any:
             return tuple(decode_row(item) for item in value[_TUPLE])
         return {key: decode_row(item) for key, item in value.items()}
     return [decode_row(item) for item in value] if isinstance(value, list) else value
-
-
-class _Row(NamedTuple):
-    """Tokens and log-probs of a row of a batch."""
-
-    index: int
-    ids: list[int]
-    versions: list[int]
-    logprobs: np.ndarray
-
-    def holds(self, response: ModelResponse) -> bool:
-        start, tokens = len(response.input_tokens), response.output_tokens
-        part = slice(start, start + len(tokens))
-        return (
-            self.ids[part] == tokens
-            and self.versions[part] == response.output_versions
-            and self.ids[:start] == response.input_tokens
-            and np.array_equal(self.logprobs[part], np.array(response.output_logprobs, np.float32))
-        )
-
-
-def _rows(batch: Batch, first: int, count: int) -> list[_Row]:
-    """Return rows of a batch, without padding."""
-    if not count:
-        return []
-    part = {key: batch[key][first : first + count] for key in ("attention_mask", *_ANSWER)}
-    # NumPy is several times as fast as torch on small arrays. Double, because it has no bfloat16.
-    part["logprobs"] = part["logprobs"].double()
-    mask, ids, logprobs, versions = (column.numpy(force=True) for column in part.values())
-    lengths = enumerate(mask.sum(axis=1).tolist())
-    return [_Row(first + i, ids[i, :n].tolist(), versions[i, :n].tolist(), logprobs[i, :n]) for i, n in lengths]
 
 
 def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 
 from arealite.api.io_struct import Batch
 from arealite.core.episode import Episode
-from arealite.core.record.episodes import encode_episode
+from arealite.core.record.episodes import TrainedRows, encode_episode
 from arealite.core.record.step_file import StepRecord, recorded_steps, step_path, write_step
 from arealite.utils.console import show_message
 from arealite.utils.rundir import write_file
@@ -158,9 +158,9 @@ class Recorder:
                 raise ValueError(f"the loop changes {changed} of its batch in place: assign a new tensor instead")
         batches = []
         for episodes, batch, _ in done.batches:
-            encoded, row = [], 0
+            encoded, row, rows = [], 0, TrainedRows(batch)
             for episode in episodes:
-                encoded.append(self._encode_episode(episode, batch, row))
+                encoded.append(self._encode_episode(episode, rows, row))
                 row += encoded[-1]["rows"]
             batches.append(encoded)
         others = [
@@ -171,7 +171,7 @@ class Recorder:
         info = done.given | {"episodes": batches, "others": others, "order": done.order, "columns": columns}
         return StepRecord(info, [batch for _, batch, _ in done.batches])
 
-    def _encode_episode(self, episode: Episode, batch: Batch | None, first_row: int = 0) -> dict[str, Any]:
+    def _encode_episode(self, episode: Episode, batch: TrainedRows | None, first_row: int = 0) -> dict[str, Any]:
         return encode_episode(episode, derive_seed(self.seed, episode.id.group_id), batch, first_row)
 
     def _make_room(self) -> None:

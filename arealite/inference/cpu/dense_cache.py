@@ -40,7 +40,10 @@ class Shelf:
 
 
 class DenseCache:
-    """Shelves of rows of 4, 8, 16 … blocks, as many as fit into `max_tokens`."""
+    """Shelves of rows of 4, 8, 16 … blocks, as many as fit into `max_tokens`.
+
+    A shelf that is longer than needed is kept while there is room: new memory costs more than a step of a small model.
+    """
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], max_tokens: int):
         self.keys, self.values = keys, values  # paged: per layer [num_blocks, block_size, Hkv, D]
@@ -66,18 +69,22 @@ class DenseCache:
     def _rearrange(self, slots: SlotTable, rows: np.ndarray) -> None:
         needed = np.maximum(slots.num_blocks[rows], _MIN_BLOCKS)
         self._width = width = 1 << np.ceil(np.log2(needed)).astype(np.int64)
-        shelves, self._shelves, self._parts, num_tokens = self._shelves, {}, [], 0
+        shelves, self._shelves, self._parts = self._shelves, {}, []
+        block_size, num_tokens = self.keys[0].shape[1], 0
+        spare = self.max_tokens - int(width.sum()) * block_size
         for blocks in np.unique(width).tolist():
             members = np.flatnonzero(width == blocks)
-            num_tokens += len(members) * blocks * self.keys[0].shape[1]
+            num_tokens += len(members) * blocks * block_size
             if num_tokens > self.max_tokens:
                 self._parts.append((members, None))
                 continue
             # Unused rows cost address space only: the system commits memory when they are written.
             capacity = 1 << (len(members) - 1).bit_length()
             shelf = shelves.get(blocks)
-            if shelf is None or not capacity <= shelf.capacity <= 4 * capacity:
-                shelf = Shelf(self.keys, blocks, capacity)
+            unused = 0 if shelf is None else (shelf.capacity - capacity) * shelf.width
+            if shelf is None or unused < 0 or (shelf.capacity > 4 * capacity and unused > spare):
+                shelf, unused = Shelf(self.keys, blocks, capacity), 0
+            spare -= unused
             self._shelves[blocks] = shelf
             self._parts.append((members[self._place(shelf, slots, rows[members])], shelf))
 
