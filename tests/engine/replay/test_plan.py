@@ -17,7 +17,7 @@ from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories
 from arealite.core.record import recorder as recorder_module
 from arealite.core.record.environment import differences
-from arealite.core.record.episodes import decode_requests, decode_row, encode_episode, encode_row
+from arealite.core.record.episodes import TrainedRows, decode_requests, decode_row, encode_episode, encode_row
 from arealite.core.record.recorder import Recorder
 from arealite.core.record.step_file import StepRecord, read_step, recorded_steps, step_path, write_step
 from arealite.engine.replay.compare import Difference, compare_stats
