@@ -166,7 +166,7 @@ def _head(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to the fp32 `total`; on CUDA within the product, which saves writing and reading a bf16 one."""
+    """Add `left @ right` to the fp32 `total`; on CUDA within the product, which saves a copy in bf16."""
     if total.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:

@@ -226,16 +226,18 @@ def _group_by_size(segments: list[Segment]) -> list[list[Segment]]:
     """Group similar segments; a new bucket begins where padding would waste a quarter of the current one."""
     order = sorted(segments, key=lambda s: (s.prefix_length > 0, -s.length, -s.prefix_length))
     groups: list[list[Segment]] = []
+    widest = 0  # prefix of the last group
     for segment in order:
         if groups:
-            head, widest = groups[-1][0], max(s.prefix_length for s in groups[-1])
+            head, wider = groups[-1][0], max(widest, segment.prefix_length)
             same_kind = (segment.prefix_length > 0) == (head.prefix_length > 0)
             size = segment.length + segment.prefix_length
-            padded = head.length + max(widest, segment.prefix_length)
-            if same_kind and size >= 0.75 * padded - 4:
+            if same_kind and size >= 0.75 * (head.length + wider) - 4:
                 groups[-1].append(segment)
+                widest = wider
                 continue
         groups.append([segment])
+        widest = segment.prefix_length
     return groups
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from arealite.inference.cpu.memory import lazy_zeros
 from arealite.inference.slots import SlotTable
 
 _MIN_BLOCKS = 4  # of the narrowest shelf
@@ -26,7 +27,7 @@ class Shelf:
         self.width = num_blocks * block_size
         # Zeros: NaN in masked keys would survive the mask.
         size, dtype = (capacity, self.width, *head), like[0].dtype
-        self.keys, self.values = ([torch.zeros(size, dtype=dtype) for _ in like] for _ in range(2))
+        self.keys, self.values = ([lazy_zeros(size, dtype) for _ in like] for _ in range(2))
         self.tickets: list[int] = []
 
     def read(
@@ -78,7 +79,7 @@ class DenseCache:
             if num_tokens > self.max_tokens:
                 self._parts.append((members, None))
                 continue
-            # Unused rows cost address space only: the system commits memory when they are written.
+            # Unused rows cost address space only.
             capacity = 1 << (len(members) - 1).bit_length()
             shelf = shelves.get(blocks)
             unused = 0 if shelf is None else (shelf.capacity - capacity) * shelf.width

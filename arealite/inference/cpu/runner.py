@@ -19,6 +19,7 @@ from arealite.api.generation_args import FEW_RUNNING
 from arealite.inference.cpu.attention import PagedBatch, Tile
 from arealite.inference.cpu.dense_cache import DenseCache, Shelf
 from arealite.inference.cpu.lean_model import LeanDecoder
+from arealite.inference.cpu.memory import lazy_zeros
 from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
@@ -45,7 +46,7 @@ class CpuRunner(Runner):
         self.num_blocks = blocks + 1  # block 0 takes the padding
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
         # Zeros: NaN in masked keys would survive the mask.
-        caches = [torch.zeros(2, *size, dtype=self.dtype) for _ in range(shape.num_layers)]
+        caches = [lazy_zeros((2, *size), self.dtype) for _ in range(shape.num_layers)]
         self.keys, self.values = ([cache[i] for cache in caches] for i in range(2))
         if config.record_routing:
             self.routing = RoutingRecord(model, self.num_blocks, config.block_size)

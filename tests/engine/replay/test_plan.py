@@ -246,7 +246,8 @@ def test_recorded_experts_are_played_back():
     batch = play([first, second])
     log = logged(*((ModelRequest(each.input_tokens), each) for each in (first, second)))
     episode = Episode(EpisodeId("stream", 4), {"prompt": "p"}, None, result=check_trajectories(batch), log=log)
-    again = play([known.responses[0] for known in decode_requests(encode_episode(episode, 1, TrainedRows(batch)), batch)])
+    encoded = encode_episode(episode, 1, TrainedRows(batch))
+    again = play([known.responses[0] for known in decode_requests(encoded, batch)])
     assert torch.equal(again[ROUTED_EXPERTS], batch[ROUTED_EXPERTS])
 
 
