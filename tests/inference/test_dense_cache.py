@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from arealite.inference.cpu.dense_cache import DenseCache, Shelf
+from arealite.inference.cpu.memory import lazy_zeros
 from arealite.inference.slots import SlotTable
 from tests.inference.conftest import make_model, prompts, submit
 
@@ -61,6 +65,35 @@ def check_step(shelf: Shelf, slots: SlotTable, rows: np.ndarray, keys, values) -
             for i, slot in enumerate(rows):
                 expected = paged[layer][slots.block_table[slot]].flatten(0, 1)[: at[i] + 1]
                 assert torch.equal(dense[i, : at[i] + 1], expected)
+
+
+def test_memory_is_kept_while_there_is_room():
+    keys, values = paged_cache(0), paged_cache(1)
+
+    def shelf_of(dense: DenseCache, count: int) -> Shelf:
+        slots = SlotTable(24, MAX_LEN, BLOCK)
+        slots.ticket[:count], slots.num_blocks[:count] = np.arange(1, count + 1), 1
+        ((_, shelf),) = dense.arrange(slots, np.arange(count))
+        assert shelf is not None
+        return shelf
+
+    roomy, narrow = DenseCache(keys, values, 24 * 4 * BLOCK + 200), DenseCache(keys, values, 24 * 4 * BLOCK)
+    for dense in (roomy, narrow):
+        first = shelf_of(dense, 24)
+        assert (shelf_of(dense, 2) is first) == (dense is roomy)
+        assert shelf_of(dense, 24).capacity == 32
+
+
+def test_zeros_occupy_memory_only_where_they_are_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    zeros = lazy_zeros((1 << 14, 1 << 12), torch.float32)  # 256 MiB
+    zeros[-1] = 1.0
+    assert zeros[0].sum() == 0 and zeros[-1].sum() == 1 << 12
+    assert resident() - before < 64 << 20
+    assert lazy_zeros((0, 4), torch.bfloat16).shape == (0, 4)
 
 
 def test_size_of_the_dense_cache_does_not_change_tokens(make_engine):
