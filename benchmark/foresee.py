@@ -1,6 +1,6 @@
 """How well does one recorded run predict others? Predicted against measured, one table a section.
 
-    python benchmark/foresee.py --section what_if [--steps 14] [--case lognormal] [--work FOLDER]
+    python benchmark/foresee.py --section what_if [--steps 40] [--case lognormal] [--work FOLDER]
     python benchmark/foresee.py --section plan [the same]
     python benchmark/foresee.py --section what_if --section plan --model FOLDER --data FOLDER --work FOLDER
     python benchmark/foresee.py --section what_if --section plan --from FOLDER
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with GSM8K's train.jsonl")
     parser.add_argument("--eta", type=int, action="append", choices=ETAS, help="only these runs")
     parser.add_argument("--only", action="append", choices=list(foresee_simulated.PARTS), help="parts of simulated")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--work", type=Path, help="keep the run directories here")
     parser.add_argument("--keep", type=Path, help="copy what the runs recorded here")
     parser.add_argument("--from", dest="recorded", type=Path, help="predict from what --keep has copied")
