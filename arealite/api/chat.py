@@ -39,7 +39,10 @@ def decode_all(tokenizer: Any, sequences: list[list[int]], skip_special_tokens: 
 
 
 def encode_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the tokens of a text, as `tokenizer.encode` does: that takes several times as long for a short text."""
+    """Return the tokens of a text, as `tokenizer.encode` does.
+
+    For a short text that takes several times as long.
+    """
     if len(text) <= _FEW_CHARACTERS and _is_plain(tokenizer, "encode", "_encode_plus"):
         backend = tokenizer.backend_tokenizer
         if backend.truncation is backend.padding is None and not tokenizer.split_special_tokens:

@@ -10,7 +10,6 @@ B sequences, T padded length, N packed tokens.
 import heapq
 from functools import reduce
 
-import numpy as np
 import torch
 
 from arealite.api.errors import ConfigError
@@ -19,7 +18,6 @@ from arealite.api.io_struct import IMAGE_FILES, IMAGE_INDEX, IMAGE_NAMES, NO_EXP
 # Image inputs, one entry per image set: the images of one prompt. `image_index [B]` has the set of each row, -1 for
 # none, so that the answers to one prompt share its images. Dimension 1 counts images or patches, never tokens.
 VISION_KEYS = ("pixel_values", "image_grid_thw", "num_images", IMAGE_NAMES, IMAGE_FILES)
-_NUMPY_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32}
 
 
 def seq_lengths(batch: Batch) -> torch.Tensor:
@@ -105,13 +103,8 @@ def _concat_padded(parts: list[torch.Tensor], fill: float = 0) -> torch.Tensor:
     longest, rows = max(part.shape[1] for part in parts), [len(part) for part in parts]
     dtype = reduce(torch.promote_types, {part.dtype for part in parts})
     joined = parts[0].new_full((sum(rows), longest, *parts[0].shape[2:]), fill, dtype=dtype)
-    if all(part.dtype in _NUMPY_DTYPES and part.device.type == "cpu" for part in parts):
-        # Faster for many small parts: each call of torch gives the interpreter's lock away.
-        places, sources = np.split(joined.numpy(), np.cumsum(rows)[:-1]), [part.numpy(force=True) for part in parts]
-    else:
-        places, sources = joined.split(rows), parts
-    for place, source in zip(places, sources, strict=True):
-        place[:, : source.shape[1]] = source
+    for place, part in zip(joined.split(rows), parts, strict=True):
+        place[:, : part.shape[1]] = part
     return joined
 
 
@@ -229,8 +222,6 @@ def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1)
     A sequence longer than that gets a group of its own. Rows ascend within a group. With fewer rows than `min_count`,
     the last groups are empty.
     """
-    if lengths and min_count <= 1 and sum(lengths) <= max_tokens:
-        return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
     room: list[int] = []
