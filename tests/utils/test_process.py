@@ -1,5 +1,6 @@
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -60,9 +61,12 @@ def test_die_with_parent():
     parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
+    end_of_child = os.pidfd_open(child)
     parent.kill()
     parent.wait()
-    assert parent.stdout.read() == ""  # end of output: the child, which held the pipe, is gone
+    assert select.select([end_of_child], [], [], 60)[0]
+    os.close(end_of_child)
+    assert parent.stdout.read() == ""
     assert not alive(child)
 
 
