@@ -17,7 +17,7 @@ _REPLY, _ARGUMENT = "OneReplyOfTheAssistant", "OneArgumentOfACall"
 _BASE_PROMPT = {"role": "user", "content": "A"}
 # Some templates demand ids of nine letters and digits.
 _CALL_ID = "call00000"
-# So few are decoded one by one, and so few encoded, with the interpreter's lock held.
+# Up to so many tokens are decoded, and characters encoded, without the thread pool of the tokenizer.
 _FEW_TOKENS, _FEW_CHARACTERS = 256, 1024
 
 
@@ -29,7 +29,7 @@ def decode_all(tokenizer: Any, sequences: list[list[int]], skip_special_tokens: 
     """
     if _is_plain(tokenizer, "decode", "_decode") and not tokenizer.clean_up_tokenization_spaces:
         backend = tokenizer.backend_tokenizer
-        # The batch wakes threads of its own, which takes longer than decoding a few tokens.
+        # A batch wakes the threads of the pool, which takes longer than decoding a few tokens.
         if sum(map(len, sequences)) <= _FEW_TOKENS:
             return [backend.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
         return backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)

@@ -79,7 +79,7 @@ class DenseCache:
             if num_tokens > self.max_tokens:
                 self._parts.append((members, None))
                 continue
-            # Unused rows cost address space only.
+            # Rows that were never written cost address space only.
             capacity = 1 << (len(members) - 1).bit_length()
             shelf = shelves.get(blocks)
             unused = 0 if shelf is None else (shelf.capacity - capacity) * shelf.width

@@ -22,7 +22,7 @@ from arealite.utils.step_context import StepContext
 _MAX_SECONDS = {"cpu": 0.6, "cuda": 0.6}
 _CLOCK = {"cpu": time.thread_time, "cuda": time.perf_counter}
 # Sequences of a step. On CPU kernels change between 8 and 16.
-_LOADS = {"cpu": (1, 4, 8, 16, 64, 256, 1024), "cuda": tuple(1 << i for i in range(16))}
+_LOADS = {"cpu": (1, 4, 8, 16, 64, 256), "cuda": tuple(1 << i for i in range(16))}
 # Those with which different lengths are measured, too, and with the first also long contexts. Attention on CPU is
 # called once for each power of two of lengths, which is most of what different lengths cost with 64 sequences and
 # little with many.
@@ -42,9 +42,9 @@ def measure_steps(core: EngineCore, times: StepTimes) -> None:
     """Add steps with 1 sequence and more to `times`, until time is over or the engine is full.
 
     Those with 64 sequences are measured three times: short ones, long ones, and of different lengths. On CPU 256 short
-    ones, 256 of different lengths and 1,024 short ones follow. All are repeated, because a trainer that starts beside
-    them makes some slower: of two the faster counts (CPU), of three the middle one (GPUs, on which steps that were in
-    flight when the clock started are too fast).
+    ones and 256 of different lengths follow. All are repeated, because a trainer that starts beside them makes some
+    slower: of two the faster counts (CPU), of three the middle one (GPUs, on which steps that were in flight when the
+    clock started are too fast).
     """
     num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
     blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)
