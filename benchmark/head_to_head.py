@@ -230,7 +230,8 @@ def save_model(config: Comparison, shape: str, folder: Path) -> None:
         model = make_model(options(config, shape, "fixed", 1), config.device)
         # Some servers do not start without an EOS token; requests ignore it (`ignore_eos`).
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
-        model.save_pretrained(target)
+        # Parts of 5 GB: a part is copied to the host's memory before it is written.
+        model.save_pretrained(target, max_shard_size="5GB")
         del model
         if config.device == "cuda":
             torch.cuda.empty_cache()
