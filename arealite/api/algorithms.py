@@ -183,8 +183,8 @@ def _useless_keys(config: PPOActorConfig, objective: Objective) -> Iterator[str]
         for key in ("behav_imp_weight_floor", "behav_imp_weight_mode"):
             if getattr(config, key) != getattr(default, key):
                 yield f"{key} limits the prox/behaviour weight, which use_decoupled_loss=false leaves out"
-        if config.prox_logp != default.prox_logp:
-            yield f"prox_logp={config.prox_logp} has no effect with use_decoupled_loss=false"
+        if config.prox_logp == "recompute":
+            yield "prox_logp=recompute has no effect with use_decoupled_loss=false"
     if config.m2_threshold != default.m2_threshold and not objective.m2_mask:
         yield f"m2_threshold belongs to algorithm=m2po, not to {config.algorithm}"
     if config.kl_ctl and config.kl_loss_coef:
