@@ -21,8 +21,8 @@ from statistics import fmean
 from common import describe_machine
 from matplotlib.figure import Figure
 
+from arealite.algo.eval_metrics import interval
 from arealite.trainer.answers import Answer, read_answers
-from arealite.trainer.eval_metrics import interval
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = REPOSITORY / "examples/arealite"

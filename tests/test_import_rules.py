@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "env": BASE | {"reward"},
     "engine": BASE | {"algo", "weights", "inference", "core"},
     "controller": BASE | {"weights", "core", "engine", "launcher"},
-    "trainer": BASE | {"weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"},
+    "trainer": BASE | {"algo", "weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"},
 }
 MAY_IMPORT["easy"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["plan"] = BASE | {"weights", "core", "engine", "inference"}

@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from arealite.algo.eval_metrics import powers_of_two
 from arealite.api.cli_args import EvalConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.arguments import ArgumentParser
@@ -26,7 +27,6 @@ from arealite.cli.main import loop_file
 from arealite.launcher.job import StopEvent
 from arealite.launcher.local import launch
 from arealite.launcher.supervisor import INTERRUPTED
-from arealite.trainer.eval_metrics import powers_of_two
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config, load_plain, run_main, to_yaml
 from arealite.utils.rundir import RunDir

@@ -1,8 +1,8 @@
 """Alarms: reads the statistics of each step and says what goes wrong, why, and what to set.
 
-Pure: no torch, no files. `Guard` calls `Alarms.check` once a step and shows the lines. A rule is either an entry of
-`LIMITS` (a statistic far out of its usual range) or a small function of the history. An alarm is raised once, and again
-only after several steps without its condition.
+Pure: no torch, no files. `Guard` calls `Alarms.check` once a step and `check_validation` once an evaluation, and shows
+the lines. A rule is either an entry of `LIMITS` (a statistic far out of its usual range) or a small function of the
+history. An alarm is raised once, and again only after several steps without its condition.
 
 The usual range of a statistic is estimated by the median and the MAD of the steps before, so that a few outliers do not
 widen it. A floor keeps statistics that are nearly 0 from alarming over nothing.
@@ -155,6 +155,9 @@ class Alarms:
         # Steps without the condition, for each alarm that is active.
         self.active: dict[str, int] = {}
         self._to_skip = 0
+        # For each validation set its best evaluation: the lower end of the interval, and the accuracy.
+        self._best_validation: dict[str, tuple[float, float]] = {}
+        self._fallen: set[str] = set()
 
     def check(self, stats: StepStats) -> list[Alarm]:
         """Add a step to the history; return the alarms that it raises."""
@@ -168,6 +171,21 @@ class Alarms:
         self.active = {name: steps for name, steps in self.active.items() if steps < _REARM}
         raised = [alarm for alarm in found if alarm.name not in self.active]
         self.active |= {alarm.name: 0 for alarm in raised}
+        return raised
+
+    def check_validation(self, stats: StepStats) -> list[Alarm]:
+        """Return an alarm for each validation set that has become worse than at its best."""
+        raised = []
+        for key in [key for key in stats if key.startswith("eval/") and key.endswith("/pass@1")]:
+            now, low, high = (stats.get(f"{key}{end}") for end in ("", "/low", "/high"))
+            if not (_is_finite(now) and _is_finite(low) and _is_finite(high)):
+                continue
+            best = self._best_validation[key] = max(self._best_validation.get(key, (low, now)), (low, now))
+            if high >= best[0]:
+                self._fallen.discard(key)
+            elif key not in self._fallen:
+                self._fallen.add(key)
+                raised.append(_validation_alarm(key, best[1], now))
         return raised
 
     def restart(self, num_skipped: int) -> None:
@@ -242,6 +260,17 @@ def _std_of_differences(values: Sequence[float]) -> float:
     sizes = sorted(abs(b - a) for a, b in pairwise(values))
     mean_size = sum(sizes[:-1]) / (len(sizes) - 2) if len(sizes) < 3 * _WINDOW else fmean(sizes)
     return mean_size * math.sqrt(math.pi) / 2
+
+
+def _validation_alarm(key: str, best: float, now: float) -> Alarm:
+    name = key.removesuffix("/pass@1")
+    happened = (
+        f"the accuracy of validation set {name.removeprefix('eval/')} fell from {best:.1%} to {now:.1%}, beyond the "
+        "95% intervals of both"
+    )
+    cause = "the policy has specialised on the training data and loses what this set measures"
+    advice = f"stop earlier (saver.best_metric={key} keeps the best model), lower the rate, or train on such rows too"
+    return Alarm(name, _line(happened, cause, advice))
 
 
 def reward_fell(history: History) -> Alarm | None:

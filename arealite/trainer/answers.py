@@ -12,9 +12,9 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from arealite.algo.eval_metrics import paired_p_value
 from arealite.api.errors import DatasetError
 from arealite.api.reward_api import SOLVED
-from arealite.trainer.eval_metrics import paired_p_value
 from arealite.utils.rundir import write_file
 
 

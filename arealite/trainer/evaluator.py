@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import fmean
 from typing import Any
 
+from arealite.algo.eval_metrics import interval, majority_at_k, pass_at_k, powers_of_two
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import Stats
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.samples import Sample
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.answers import Answer, write_answers
-from arealite.trainer.eval_metrics import interval, majority_at_k, pass_at_k, powers_of_two
 from arealite.utils.distributed import broadcast_json, rank, wait_for_first, world_size
 from arealite.utils.rundir import RunDir
 from arealite.utils.seeds import derive_seed

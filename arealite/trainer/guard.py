@@ -97,6 +97,7 @@ class Guard:
         for stats in history:
             if self._state.num_rollbacks and stats.get("step") == self._state.restarted_at:
                 self.alarms.restart(self._num_old_steps)
+            self.alarms.check_validation(stats)
             collapses = [alarm for alarm in self.alarms.check(stats) if alarm.is_collapse]
             is_open = self.rolls_back and stats.get("step") == first - 1 and self._state.restarted_at != first
             if collapses and is_open:
@@ -107,12 +108,19 @@ class Guard:
         if rank() != 0:
             return {}
         found = self.alarms.check(stats)
-        for alarm in found:
+        self.collapse = next((alarm for alarm in found if alarm.is_collapse), None)
+        counts = {"alarms": float(len(found)), **self._show(found, step)}
+        return counts | ({"rollbacks": float(self._state.num_rollbacks)} if self.rolls_back else {})
+
+    def check_validation(self, stats: Stats, step: int) -> Stats:
+        """Show a new alarm for each validation set that has become worse; return `alarm/NAME` for each."""
+        return self._show(self.alarms.check_validation(stats), step) if rank() == 0 else {}
+
+    def _show(self, alarms: list[Alarm], step: int | None) -> Stats:
+        for alarm in alarms:
             show_message(f"alarm: {alarm.text}")
             self.on_event("collapse" if alarm.is_collapse else "alarm", f"{alarm.name}: {alarm.text}", step, "alarm")
-        self.collapse = next((alarm for alarm in found if alarm.is_collapse), None)
-        counts = {"alarms": float(len(found)), **{f"alarm/{alarm.name}": 1.0 for alarm in found}}
-        return counts | ({"rollbacks": float(self._state.num_rollbacks)} if self.rolls_back else {})
+        return {f"alarm/{alarm.name}": 1.0 for alarm in alarms}
 
     def after_save(self, info: StepInfo, is_saved: bool, is_best: bool) -> None:
         """Keep the recover checkpoint of this step if it is one to go back to.

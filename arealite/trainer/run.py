@@ -283,7 +283,7 @@ class Run:
     def _write_evaluations(self, results: dict[int, Stats]) -> None:
         """Write the results of evaluations under the step at which each began, and show them."""
         for step, stats in results.items():
-            self.stats.commit(step, stats)
+            self.stats.commit(step, stats | self.guard.check_validation(stats, step))
             if rank() == 0 and self.config.stats_logger.console:
                 for line in evaluation_lines(step, stats):
                     show_message(line)

@@ -174,3 +174,30 @@ def test_a_restart_forgets_the_history_but_not_the_best_reward():
     alarms.restart(num_skipped=0)
     # A policy that does not come back to its reward has collapsed.
     assert "reward" in {alarm.name for stats in noisy(10, reward=lambda _: 0.1) for alarm in alarms.check(stats)}
+
+
+def evaluation(**accuracies: float) -> dict[str, float]:
+    """Statistics of an evaluation, with intervals of ±4 points."""
+    pairs = [(f"eval/{name}/pass@1", value) for name, value in accuracies.items()]
+    ends = {f"{key}/{end}": value + by for key, value in pairs for end, by in (("low", -0.04), ("high", 0.04))}
+    return dict(pairs) | ends
+
+
+def test_a_validation_set_that_falls_is_reported_once_and_others_are_not():
+    alarms = Alarms()
+    rising = [(0.27, 0.64), (0.41, 0.66), (0.42, 0.60)]
+    assert [alarms.check_validation(evaluation(gsm8k=a, addsub=b)) for a, b in rising] == [[], [], []]
+    [alarm] = alarms.check_validation(evaluation(gsm8k=0.45, addsub=0.42))
+    assert alarm.name == "eval/addsub" and not alarm.is_collapse
+    assert "fell from 66.0% to 42.0%" in alarm.text and "saver.best_metric=eval/addsub/pass@1" in alarm.text
+    assert alarms.check_validation(evaluation(gsm8k=0.45, addsub=0.40)) == []
+    # After a recovery it may be raised again.
+    assert alarms.check_validation(evaluation(addsub=0.66)) == []
+    assert len(alarms.check_validation(evaluation(addsub=0.3))) == 1
+
+
+def test_an_evaluation_without_intervals_or_answers_raises_nothing():
+    alarms = Alarms()
+    alarms.check_validation(evaluation(gsm8k=0.5))
+    assert alarms.check_validation({"eval/gsm8k/pass@1": None, "eval/gsm8k/loss": 3.0}) == []
+    assert alarms.check_validation({"eval/gsm8k/pass@1": 0.1}) == []

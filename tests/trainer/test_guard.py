@@ -237,6 +237,23 @@ def test_a_validation_that_ends_while_an_alarm_is_active_is_not_what_a_rollback_
     assert weights[after] == 0
 
 
+def test_a_validation_set_that_falls_raises_an_alarm_once_also_after_a_resume(config, capfd):
+    config.evaluator.freq_steps, config.evaluator.at_start_and_end = 2, False
+    config.recover.freq_steps = 2
+    accuracy = iter([0.66, 0.42, 0.42, 0.42])
+
+    def evaluate() -> dict[str, float]:
+        now, key = next(accuracy), "eval/addsub/pass@1"
+        return {key: now, f"{key}/low": now - 0.05, f"{key}/high": now + 0.05}
+
+    run, _ = train(config, lambda step: 0.5, 4, BlockingEvaluator(evaluate))
+    marks = [json.loads(line) for line in run.stats.path.read_text().splitlines() if "alarm/eval/addsub" in line]
+    assert [mark["step"] for mark in marks] == [3]
+    train(config, lambda step: 0.5, 8, BlockingEvaluator(evaluate))
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("alarm: ")]
+    assert len(lines) == 1 and "fell from 66.0% to 42.0%" in lines[0]
+
+
 class LateEvaluator(BlockingEvaluator):
     """The evaluation before the first step has its result after the second step, as one beside training."""
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from arealite.trainer.eval_metrics import interval, majority_at_k, paired_p_value, pass_at_k, powers_of_two
+from arealite.algo.eval_metrics import interval, majority_at_k, paired_p_value, pass_at_k, powers_of_two
 
 
 def test_powers_of_two():
