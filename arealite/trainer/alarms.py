@@ -155,8 +155,9 @@ class Alarms:
         # Steps without the condition, for each alarm that is active.
         self.active: dict[str, int] = {}
         self._to_skip = 0
-        # For each validation set its best evaluation: the lower end of the interval, and the accuracy.
-        self._best_validation: dict[str, tuple[float, float]] = {}
+        # For each validation set its first accuracy, and the best one after the lower end of its interval.
+        self._first_accuracy: dict[str, float] = {}
+        self._best_accuracy: dict[str, tuple[float, float]] = {}
         self._fallen: set[str] = set()
 
     def check(self, stats: StepStats) -> list[Alarm]:
@@ -174,18 +175,19 @@ class Alarms:
         return raised
 
     def check_validation(self, stats: StepStats) -> list[Alarm]:
-        """Return an alarm for each validation set that has become worse than at its best."""
+        """Return an alarm for each validation set that has lost half of what it had gained, by more than noise."""
         raised = []
         for key in [key for key in stats if key.startswith("eval/") and key.endswith("/pass@1")]:
             now, low, high = (stats.get(f"{key}{end}") for end in ("", "/low", "/high"))
             if not (_is_finite(now) and _is_finite(low) and _is_finite(high)):
                 continue
-            best = self._best_validation[key] = max(self._best_validation.get(key, (low, now)), (low, now))
-            if high >= best[0]:
+            first = self._first_accuracy.setdefault(key, now)
+            best_low, best = self._best_accuracy[key] = max(self._best_accuracy.get(key, (low, now)), (low, now))
+            if high >= best_low or best - now <= (best - first) / 2:
                 self._fallen.discard(key)
             elif key not in self._fallen:
                 self._fallen.add(key)
-                raised.append(_validation_alarm(key, best[1], now))
+                raised.append(_validation_alarm(key, best, now))
         return raised
 
     def restart(self, num_skipped: int) -> None:

@@ -185,7 +185,7 @@ def evaluation(**accuracies: float) -> dict[str, float]:
 
 def test_a_validation_set_that_falls_is_reported_once_and_others_are_not():
     alarms = Alarms()
-    rising = [(0.27, 0.64), (0.41, 0.66), (0.42, 0.60)]
+    rising = [(0.27, 0.64), (0.45, 0.66), (0.37, 0.60)]  # gsm8k loses 8 of 18 points at last
     assert [alarms.check_validation(evaluation(gsm8k=a, addsub=b)) for a, b in rising] == [[], [], []]
     [alarm] = alarms.check_validation(evaluation(gsm8k=0.45, addsub=0.42))
     assert alarm.name == "eval/addsub" and not alarm.is_collapse
