@@ -175,7 +175,7 @@ class Alarms:
         return raised
 
     def check_validation(self, stats: StepStats) -> list[Alarm]:
-        """Return an alarm for each validation set that has lost half of what it had gained, by more than noise."""
+        """Return an alarm for each validation set that has lost half of its gain, by more than noise."""
         raised = []
         for key in [key for key in stats if key.startswith("eval/") and key.endswith("/pass@1")]:
             now, low, high = (stats.get(f"{key}{end}") for end in ("", "/low", "/high"))
