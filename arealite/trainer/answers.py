@@ -43,17 +43,17 @@ class Answer:
 
 
 def write_answers(path: Path, answers: Iterable[Answer]) -> None:
-    """Write a file of answers, as a whole: readers never see a part of it."""
+    """Write a file of answers, as a whole: readers never see a part of it. Dates and bytes become text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    text = "".join(json.dumps(asdict(answer), ensure_ascii=False, default=str) + "\n" for answer in answers)
     write_file(path, text.encode(errors="replace"), private=False)
 
 
 def read_answers(path: str | Path) -> list[Answer]:
     """Read a file of answers."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return [Answer(**json.loads(line)) for line in lines]
+        with Path(path).open(encoding="utf-8") as lines:
+            return [Answer(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         raise DatasetError(f"cannot read the answers {path}: {error}") from error
 

@@ -99,8 +99,7 @@ class Evaluator:
         if wait and world_size() > 1:
             wait_for_first(self.config.rollout.batch_timeout_s + _GRACE_S)
         stats = broadcast_json(stats)
-        if stats is not None:
-            self.step = None
+        self.step = self.step if stats is None else None
         return stats
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class Evaluator:
         tokenizer = getattr(self.workflow.workflows[set_name], "tokenizer", None)
         return [
             Answer(
-                question=row.get("id", number),
+                question=number if row.get("id") is None else row["id"],
                 sample=i,
                 answer=_to_text(tokenizer, sample.tokens),
                 reward=sample.reward,

@@ -1,6 +1,7 @@
 """Evaluations beside training: statistics, schedule, kept answers and their comparison."""
 
 import json
+from datetime import date
 
 import pytest
 
@@ -57,6 +58,9 @@ def test_answers_are_kept_and_compared(tmp_path):
     # McNemar: 16 gained, 3 lost.
     assert found.p_value == pytest.approx(2 * (1 + 19 + 171 + 969) / 2**19)
     assert "20.0% -> 85.0%" in str(found) and "worse (3): [0, 1, 2]" in str(found)
+    # Characters that end a line elsewhere.
+    write_answers(before, [answer(i, 1.0, answer="1\u2028\x85\u2029\f\r2") for i in range(2)])
+    assert [each.answer for each in read_answers(before)] == ["1\u2028\x85\u2029\f\r2"] * 2
     # One answer before, two after: shares are compared.
     write_answers(after, [answer(i, float(i % 2), sample) for i in range(2) for sample in range(2)])
     assert compare_answers(before, after).changed == {0: (1.0, 0.0)}
@@ -135,6 +139,18 @@ def test_an_evaluation_names_its_sets_versions_and_questions(make, engine, token
     evaluator.start(9)
     assert evaluator.take(wait=True)["eval/all/version/max"] == 10
     assert sorted(workflow.seeds[5:]) == sorted(first) and len(set(first)) == 3
+    evaluator.close()
+
+
+def test_a_question_may_have_any_id(make):
+    ids = [date(2024, 5, 1), b"a", None, 2.5, "text", 7]
+    evaluator = make([{"x": 1, "id": each} for each in ids])
+    evaluator.start(-1)
+    evaluator.take(wait=True)
+    path = evaluator.run_dir.answers_path(0, "valid")
+    found = [each.question for each in read_answers(path)]
+    assert found == ["2024-05-01", "b'a'", 2, 2.5, "text", 7]
+    assert compare_answers(path, path).num_questions == len(ids)
     evaluator.close()
 
 
