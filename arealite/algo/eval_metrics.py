@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import comb
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +18,6 @@ import numpy as np
 _Z = 1.959964
 # Subsets of answers for maj@k: all of them up to this many, else so many drawn at random.
 _MAX_SUBSETS = 256
-
-
-class Interval(NamedTuple):
-    """A 95% confidence interval."""
-
-    low: float
-    high: float
 
 
 def powers_of_two(n: int) -> list[int]:
@@ -67,8 +59,8 @@ def _winner_score(votes: Sequence[int], score: dict[int, float]) -> float:
     return fmean(score[vote] for vote, count in counts.items() if count == most)
 
 
-def interval(scores: Sequence[float], num_answers: int) -> Interval:
-    """Return the interval of the mean of scores in [0, 1], one for each question.
+def interval(scores: Sequence[float], num_answers: int) -> tuple[float, float]:
+    """Return the 95% interval of the mean of scores in [0, 1], one for each question.
 
     Wilson's interval, for as many independent answers as the variance between questions corresponds to (answers to one
     question are correlated). It does not collapse where all scores are 0 or 1, as the bootstrap does.
@@ -85,7 +77,7 @@ def interval(scores: Sequence[float], num_answers: int) -> Interval:
     center = (mean + square / 2) / (1 + square)
     half = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
     # Rounding must not exclude the mean itself.
-    return Interval(min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half)))
+    return min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half))
 
 
 def paired_p_value(differences: Sequence[int]) -> float:

@@ -4,16 +4,16 @@ Pure: no torch, no files. `Guard` calls `Alarms.check` once a step and `check_va
 the lines. A rule is either an entry of `LIMITS` (a statistic far out of its usual range) or a small function of the
 history. An alarm is raised once, and again only after several steps without its condition.
 
-The usual range of a statistic is estimated by the median and the MAD of the steps before, so that a few outliers do not
-widen it. A floor keeps statistics that are nearly 0 from alarming over nothing.
+The usual range of a statistic is the median and the MAD of the steps before, so that few outliers do not widen it (the
+standard deviation where most values are equal). A floor keeps statistics near 0 from alarming over nothing.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from statistics import fmean, median
+from itertools import pairwise, takewhile
+from statistics import fmean, median, pstdev
 from typing import NamedTuple, TypeGuard
 
 # Steps kept.
@@ -109,8 +109,8 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
 class History:
     """The statistics of the last steps, and the best reward (a mean over a few steps) of the whole run."""
 
-    def __init__(self) -> None:
-        self.best_reward = -math.inf
+    def __init__(self, best_reward: float = -math.inf):
+        self.best_reward = best_reward
         self._steps: deque[StepStats] = deque(maxlen=_HISTORY)
 
     def add(self, stats: StepStats) -> None:
@@ -118,10 +118,6 @@ class History:
         rewards = self.values("reward")[-_WINDOW:]
         if len(rewards) == _WINDOW:
             self.best_reward = max(self.best_reward, fmean(rewards))
-
-    def clear(self) -> None:
-        """Forget all steps, but not the best reward."""
-        self._steps.clear()
 
     def last(self, key: str) -> float | None:
         """Return a statistic of the last step; None if it has none (a step without any gradient has few)."""
@@ -195,7 +191,7 @@ class Alarms:
 
         The best reward stays: the earlier policy must reach it again.
         """
-        self._history.clear()
+        self._history = History(self._history.best_reward)
         self.active.clear()
         self._to_skip = num_skipped
 
@@ -210,8 +206,8 @@ def _usual(values: Sequence[float]) -> tuple[float, float] | None:
     """Return median and standard deviation of the usual range; None if there are too few values."""
     if len(values) < _MIN_USUAL:
         return None
-    middle = median(values[-_USUAL:])
-    return middle, _MAD_TO_STD * median(abs(value - middle) for value in values[-_USUAL:])
+    middle = median(values := values[-_USUAL:])
+    return middle, _MAD_TO_STD * median(abs(value - middle) for value in values) or pstdev(values)
 
 
 def out_of_range(history: History, limits: Limits) -> Alarm | None:
@@ -256,12 +252,22 @@ class _RewardDrop(NamedTuple):
 def _std_of_differences(values: Sequence[float]) -> float:
     """Return the standard deviation of the noise of a series, from differences of neighbours.
 
-    Slow changes are not in them. Their mean size is 2·std/√π. Not by the median: it is 0 for some small batches. Of a
-    few, the largest may be a collapse: the others stand for it (it is usually as large as two of them).
+    Slow changes are not in them. The last steps, which may be a collapse, are left out. Of a few values, the largest
+    difference may be one: the others stand for it, by their mean size, which is 2·std/√π.
     """
+    if len(values) > 3 * _WINDOW:
+        return math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(values[:-_WINDOW])) / 2)
     sizes = sorted(abs(b - a) for a, b in pairwise(values))
-    mean_size = sum(sizes[:-1]) / (len(sizes) - 2) if len(sizes) < 3 * _WINDOW else fmean(sizes)
-    return mean_size * math.sqrt(math.pi) / 2
+    return sum(sizes[:-1]) / (len(sizes) - 2) * math.sqrt(math.pi) / 2
+
+
+def _has_vanished(history: History) -> bool:
+    """Whether all answers of the last steps have the lowest reward, which is no chance (p < 10⁻⁶)."""
+    lowest = min(history.values("reward/min"), default=-math.inf)
+    bests = history.values("reward/max")
+    num_last = sum(1 for _ in takewhile(lambda best: best <= lowest, reversed(bests)))
+    before = bests[: len(bests) - num_last]
+    return num_last >= _WINDOW and 16 * (sum(best <= lowest for best in before) + 1) < len(before) + 2
 
 
 def _validation_alarm(key: str, best: float, now: float) -> Alarm:
@@ -277,8 +283,8 @@ def _validation_alarm(key: str, best: float, now: float) -> Alarm:
 
 def reward_fell(history: History) -> Alarm | None:
     """The reward is far below its own best: by more than noise, and by a third of it."""
-    drop = _RewardDrop.of(history)
-    if drop is None or drop.best - drop.now <= max(drop.noise, abs(drop.best) / 3):
+    drop, has_vanished = _RewardDrop.of(history), _has_vanished(history)
+    if drop is None or drop.best - drop.now <= max(0.0 if has_vanished else drop.noise, abs(drop.best) / 3):
         return None
     happened = f"the reward fell from {history.best_reward:.3g} (best mean of {_WINDOW} steps) to {drop.now:.3g}"
     advice = f"go back to an earlier checkpoint (on_collapse=rollback does), {_SMALLER_STEPS}"
@@ -297,13 +303,14 @@ def entropy_exploded(history: History) -> Alarm | None:
 
 def entropy_collapsed(history: History) -> Alarm | None:
     """The entropy is a small share of that at the start, and the reward has not gained by it."""
-    values, drop = history.values("entropy"), _RewardDrop.of(history)
+    values, rewards, drop = history.values("entropy"), history.values("reward"), _RewardDrop.of(history)
     if len(values) < 4 * _MIN_USUAL or drop is None:
         return None
     start, now = median(values[:_MIN_USUAL]), max(values[-3:])
-    first = fmean(history.values("reward")[:_WINDOW])
-    has_gained = drop.now - first > drop.noise and drop.best - drop.now <= drop.noise
-    if now >= 0.1 * start or has_gained:
+    # Between the first and the last quarter of the steps, two standard deviations are a gain.
+    quarter, two_std = max(1, len(rewards) // 4), 2 * drop.noise / _NUM_STD
+    has_gained = fmean(rewards[-quarter:]) - fmean(rewards[:quarter]) > two_std * math.sqrt(2 * _WINDOW / quarter)
+    if now >= 0.1 * start or (has_gained and drop.best - drop.now <= drop.noise):
         return None
     happened = f"the entropy fell to {now:.3g} nats from {start:.3g}, and the reward did not rise"
     advice = "raise actor.eps_clip_higher (0.28) or actor.entropy_coef, add actor.kl_loss_coef, or lower the rate"

@@ -83,6 +83,55 @@ def test_groups_whose_samples_agree_have_the_noise_of_few_samples():
     assert [raised(binomial(32, 0.2, seed, num_samples=8)) for seed in range(3)] == [[]] * 3
 
 
+def grouped(count: int, rate, seed: int, groups: int = 8, num_samples: int = 8, **changes) -> list[dict]:
+    """Rewards of 0 and 1 whose samples agree in part within a group; `rate` is a function of the step."""
+    rng, steps = random.Random(seed), []
+    for step, stats in enumerate(noisy(count, seed, **changes)):
+        # A beta distribution of pass rates with an intra-class correlation of one half.
+        rates = [rng.betavariate(rate(step), 1 - rate(step)) if rate(step) else 0.0 for _ in range(groups)]
+        rewards = [float(rng.random() < own) for own in rates for _ in range(num_samples)]
+        counted = {"reward/min": min(rewards), "reward/max": max(rewards), "groups": float(groups)}
+        steps.append(stats | counted | {"reward": fmean(rewards), "num_seqs": float(groups * num_samples)})
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("groups", "rate"), [(8, 0.3), (16, 0.2), (32, 0.1)])
+def test_small_batches_that_earn_nothing_any_more_are_told_of_within_five_steps(groups, rate, seed):
+    found = raised(grouped(60, lambda step: rate if step < 40 else 0.0, seed, groups))
+    assert [(step <= 44, name) for step, name in found] == [(True, "reward")]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rare_rewards_are_no_alarm(seed):
+    steps = grouped(200, lambda _: 0.02, seed)
+    assert sum(step["reward"] == 0 for step in steps) > 50 and raised(steps) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("groups", "first", "last"), [(8, 0.3, 0.6), (16, 0.9, 0.99), (64, 0.93, 0.98)])
+def test_falling_entropy_with_a_small_gain_in_a_noisy_reward_is_learning(groups, first, last, seed):
+    def rate(step):
+        return first + (last - first) * min(1, step / 100)
+
+    assert raised(grouped(200, rate, seed, groups, entropy=lambda step: 0.3 * 0.97**step + 0.003)) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_falling_entropy_without_a_gain_is_told_of(seed):
+    found = raised(grouped(200, lambda _: 0.3, seed, entropy=lambda step: 0.3 if step < 100 else 0.005))
+    assert "entropy/low" in [name for _, name in found]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_truncated_answers_of_tiny_batches_are_no_alarm(seed):
+    rng, steps = random.Random(seed), noisy(300, seed)
+    for step in steps:
+        # Two prompts of four answers, which are cut together or not.
+        step["truncated_share"] = fmean(float(rng.random() < rng.betavariate(0.15, 0.85)) for _ in range(2))
+    assert raised(steps) == []
+
+
 def test_the_number_of_samples_does_not_hide_the_destroyed_run():
     counted = {"reward/min": 0.0, "reward/max": 1.0, "groups": 64.0, "num_seqs": 512.0}
     assert (8, "reward") in raised([step | counted for step in read("destroyed")])
