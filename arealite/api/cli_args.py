@@ -68,7 +68,7 @@ class SaverConfig(FreqConfig):
 
     keep_best: bool = _help("Also keep the model with the best validation result, as checkpoints/best.", True)
     best_metric: str | None = _help(
-        "Statistic that decides, such as eval/valid/pass@1 (the lowest, if its name ends with loss); null: pass@1, "
+        "Statistic that decides, such as eval/valid/pass@1 (the lowest, if it is a loss or nll); null: pass@1, "
         "reward or loss of the first validation set.",
         None,
     )

@@ -34,8 +34,10 @@ class Best:
     folder: str
     is_extra: bool
 
-    def is_beaten_by(self, value: float) -> bool:
-        return value < self.value if self.metric.endswith("loss") else value > self.value
+    def is_beaten_by(self, metric: str, value: float) -> bool:
+        """Whether a result is better; one of another statistic, after a change of `best_metric`, always is."""
+        is_lower_better = metric.endswith(("loss", "/nll"))
+        return metric != self.metric or (value < self.value if is_lower_better else value > self.value)
 
 
 class BestModel:
@@ -63,7 +65,7 @@ class BestModel:
         if metric is None:
             return False
         value, before = stats[metric], self.best
-        if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(value))):
+        if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(metric, value))):
             return False
         path = self.saver.path(info) if is_saved else self.saver.save(info)
         best = Best(metric, value, info.global_step + 1, path.name, not is_saved)

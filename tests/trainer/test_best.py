@@ -49,9 +49,10 @@ def test_folders_that_were_due_anyway_stay(tmp_path):
     assert folders(best) == ["step000002", "step000004", "step000005"]
 
 
-def test_a_loss_is_best_when_lowest_and_what_is_not_a_number_is_never_best(tmp_path):
-    best = make(tmp_path)
-    results = [offer(best, step, value, "eval/loss") for step, value in enumerate([math.nan, 3.0, 2.0, 2.5])]
+@pytest.mark.parametrize("metric", ["eval/loss", "eval/valid/loss", "eval/valid/nll"])
+def test_a_loss_is_best_when_lowest_and_what_is_not_a_number_is_never_best(tmp_path, metric):
+    best = make(tmp_path, best_metric=metric)
+    results = [offer(best, step, value, metric) for step, value in enumerate([math.nan, 3.0, 2.0, 2.5])]
     assert results == [False, True, True, False] and folders(best) == ["step000003"]
 
 
@@ -64,6 +65,14 @@ def test_a_run_that_resumes_goes_on_comparing_and_a_new_one_does_not(tmp_path):
     new = make(tmp_path)
     new.resume(is_new_run=True)
     assert new.best is None and not (tmp_path / "checkpoints/best").exists()
+
+
+def test_a_run_that_resumes_with_another_metric_does_not_compare_its_results_with_those_of_the_last(tmp_path):
+    offer(make(tmp_path), 3, 0.5)
+    again = make(tmp_path, best_metric="eval/valid/reward")
+    again.resume(is_new_run=False)
+    results = [offer(again, step, value, "eval/valid/reward") for step, value in ((4, -2.0), (5, -3.0), (6, -1.0))]
+    assert results == [True, False, True] and folders(again) == ["step000007"]
 
 
 def test_a_result_whose_folder_is_gone_or_whose_file_is_damaged_does_not_count(tmp_path):
