@@ -1,7 +1,11 @@
 """Code that a configuration names: everything that can be wrong has a message of its own."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from arealite import trainer
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import ConfigError
 from arealite.api.named_code import load_object
@@ -37,6 +41,15 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/nowhere", *__import__("sys").path])
     return name
+
+
+@pytest.mark.parametrize("name", ["rw", "tasks", "custom"])
+def test_modules_of_a_user_are_not_hidden_by_those_beside_the_loop_that_runs(module, name, monkeypatch):
+    monkeypatch.setattr("sys.path", [str(Path(trainer.__path__[0])), *sys.path])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    Path(f"{name}.py").write_text("def score(completion): return 0.5")
+    assert load_object(f"{name}:score", "reward")("") == 0.5
+    monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_workflow_gets_what_it_takes(module):
