@@ -9,7 +9,6 @@ Coroutine functions are awaited on the event loop itself.
 
 import asyncio
 import contextlib
-import math
 import os
 import pickle
 import resource
@@ -37,6 +36,8 @@ _MAX_JOB_S = 0.05
 _MAX_TIMEOUTS_IN_ROW = 3
 # Longest traceback that is reported, in characters.
 _MAX_TEXT = 10_000
+# Batches are in float32.
+_MAX_REWARD = 3.4e38
 
 
 class RewardPool(JobPool):
@@ -210,12 +211,17 @@ def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float
 
 
 def _check_number(fn: Callable[..., Any], value: Any, part: str = "") -> float:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        text = f"reward {_name(fn)} returned {value!r}{part} ({type(value).__name__})"
+    try:
+        number = None if isinstance(value, str) or not hasattr(value, "__float__") else float(value)
+    # An array of several numbers, a number beyond those of float64.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = None
+    if number is None:
+        text = f"reward {_name(fn)} returned {repr(value)[:200]}{part} ({type(value).__name__})"
         raise RewardError(f"{text}; it must return a number, or a dict of numbers with the key `reward`")
-    if not math.isfinite(value):
-        raise RewardError(f"reward {_name(fn)} returned {value!r}{part}; it must be finite")
-    return float(value)
+    if not abs(number) <= _MAX_REWARD:
+        raise RewardError(f"reward {_name(fn)} returned {number!r}{part}; it must be finite, also in float32")
+    return number
 
 
 def _check_parts(fn: Callable[..., Any], values: dict[str, Any]) -> Score:

@@ -4,6 +4,7 @@ import asyncio
 import operator
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +108,10 @@ def test_weights_and_columns_are_checked():
         (lambda completion: 1 / 0, "ZeroDivisionError"),
         (lambda completion: float("nan"), "must be finite"),
         (lambda completion: "good", "must return a number"),
+        (lambda completion: np.zeros(2), r"returned array.*ndarray.*must return a number"),
+        (lambda completion: torch.zeros(2), "must return a number"),
+        (lambda completion: 10**400, r"returned 1000.*\(int\); it must return a number"),
+        (lambda completion: 1e39, r"must be finite, also in float32"),
         (lambda completion: [][0], "IndexError"),
         (lambda completion: next(iter([])), "StopIteration"),
         (lambda completions: 1.0, "must return a list"),
