@@ -68,7 +68,7 @@ sys.exit(demo.main(["total_train_steps=40"]))
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("length", "reward"), [("total_train_epochs=1", 0.5), pytest.param(LENGTH, 0.8, marks=pytest.mark.soak)]
+    ("length", "reward"), [("total_train_epochs=2", 0.5), pytest.param(LENGTH, 0.8, marks=pytest.mark.soak)]
 )
 def test_readme_leads_to_a_trained_model(tmp_path, length, reward):
     is_whole = length == LENGTH
@@ -92,6 +92,7 @@ def test_readme_leads_to_a_trained_model(tmp_path, length, reward):
     steps = [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
     rewards = [step["reward"] for step in steps if "reward" in step]
     assert sum(rewards[-5:]) / 5 > reward > 2 * sum(rewards[:3]) / 3, rewards
+    assert not any(step.get("alarms") for step in steps)
     checkpoints = sorted((run / "checkpoints").glob("step*"))
     evaluated = {step["step"] for step in steps if "eval/valid/reward" in step}
     assert {-1, *(int(path.name[4:]) - 1 for path in checkpoints)} <= evaluated
