@@ -20,9 +20,9 @@ _Z = 1.959964
 _MAX_SUBSETS = 256
 
 
-def powers_of_two(n: int) -> list[int]:
-    """Return 1, 2, 4, … up to n."""
-    return [1 << i for i in range(n.bit_length())]
+def reported_counts(n: int) -> list[int]:
+    """Return for which k, with n answers to a question, pass@k is reported: 1, 2, 4, … and n."""
+    return sorted({1 << i for i in range(n.bit_length())} | {n})
 
 
 def pass_at_k(n: int, num_solved: int, k: int) -> float:

@@ -19,7 +19,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from arealite.algo.eval_metrics import powers_of_two
 from arealite.api.cli_args import EvalConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.arguments import ArgumentParser
@@ -162,16 +161,13 @@ def is_complete(path: Path) -> bool:
 def _has_results(stats: dict[str, Any], version: int, settings: EvalConfig) -> bool:
     """Whether there are results of exactly these weights, sampled as configured.
 
-    An evaluation beside training may have answers of later weights too. Results of earlier releases do not say how they
-    were sampled.
+    An evaluation beside training may have answers of later weights too.
     """
-    metric = f"pass@{powers_of_two(settings.eval_gconfig.n_samples)[-1]}"
     sampling = settings.eval_gconfig.statistics(settings.gconfig)
     for name in settings.validation_sets:
         versions = {stats.get(f"eval/{name}/version/{end}") for end in ("min", "max")}
-        if f"eval/{name}/{metric}" not in stats or versions != {version}:
-            return False
-        if any(stats.get(f"eval/{name}/{key}", value) != value for key, value in sampling.items()):
+        others = [key for key, value in sampling.items() if stats.get(f"eval/{name}/{key}", value) != value]
+        if others or versions != {version}:
             return False
     return True
 

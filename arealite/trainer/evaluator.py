@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import fmean
 from typing import Any
 
-from arealite.algo.eval_metrics import interval, majority_at_k, pass_at_k, powers_of_two
+from arealite.algo.eval_metrics import interval, majority_at_k, pass_at_k, reported_counts
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import Stats
 from arealite.api.workflow_api import RolloutWorkflow
@@ -99,7 +99,8 @@ class Evaluator:
         if wait and world_size() > 1:
             wait_for_first(self.config.rollout.batch_timeout_s + _GRACE_S)
         stats = broadcast_json(stats)
-        self.step = self.step if stats is None else None
+        if stats is not None:
+            self.step = None
         return stats
 
     def close(self) -> None:
@@ -180,7 +181,7 @@ def set_statistics(questions: list[list[Answer]]) -> Stats:
         return stats
     solved = [[answer.is_solved for answer in answers] for answers in answered]
     votes = [[answer.vote for answer in answers] for answers in answered]
-    for k in powers_of_two(min(map(len, answered))):
+    for k in reported_counts(min(map(len, answered))):
         stats |= _with_interval(f"pass@{k}", [pass_at_k(len(own), sum(own), k) for own in solved], len(every))
         if k > 1:
             scores = [majority_at_k(*pair, k) for pair in zip(votes, solved, strict=True)]

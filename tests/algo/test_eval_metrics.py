@@ -7,11 +7,11 @@ from statistics import fmean
 
 import pytest
 
-from arealite.algo.eval_metrics import interval, majority_at_k, paired_p_value, pass_at_k, powers_of_two
+from arealite.algo.eval_metrics import interval, majority_at_k, paired_p_value, pass_at_k, reported_counts
 
 
-def test_powers_of_two():
-    assert [powers_of_two(n) for n in (1, 2, 3, 8, 12)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8]]
+def test_reported_counts_are_powers_of_two_and_all_answers():
+    assert [reported_counts(n) for n in (1, 2, 3, 8, 12)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 12]]
 
 
 def test_pass_at_k_by_hand():

@@ -89,7 +89,8 @@ def test_finished_checkpoints_without_results_are_new(run_dir):
         return [each.version for each in find_new(run_dir, read_settings(run_dir, list(overrides)))]
 
     def add(step, low, high):
-        stats = {"step": step, "eval/valid/pass@1": 0.5, "eval/valid/version/min": low, "eval/valid/version/max": high}
+        stats = {"step": step, "eval/valid/version/min": low, "eval/valid/version/max": high}
+        stats |= {"eval/valid/pass@1": 0.5, "eval/valid/sampling/n_samples": 1.0}
         with run_dir.stats_path.open("a") as file:
             file.write(json.dumps(stats) + "\n")
 
