@@ -58,9 +58,11 @@ def predict(options: Namespace) -> int:
         return _search(options)
     if options.layout is not None:
         chosen = _layout(options)
-        found = evaluate(chosen, _workload(options), _rollout(options), options.steps, _crashes(options), options.seed)
-        title = f"{chosen.name} on {chosen.gpu.name}"
-        return _show(options, found.prediction, title, describe(found.prediction, found.memory))
+        work = _workload(options)
+        found = evaluate(chosen, work, _rollout(options), options.steps, _crashes(options), options.seed)
+        text, problem = describe(found.prediction, found.memory), chosen.batch_problem(work.prompts)
+        text += f"\nnote: {problem}" if problem else ""
+        return _show(options, found.prediction, f"{chosen.name} on {chosen.gpu.name}", text)
     setup, title = _measured_setup(options)
     prediction = simulate(setup)
     return _show(options, prediction, title, describe(prediction))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AllocationError, ConfigError
 from arealite.api.generation_args import MOST_RUNNING
 from arealite.plan import hardware
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
@@ -71,7 +71,10 @@ class Layout:
         if mode.gen is None or mode.train is None:
             raise ConfigError(f"--layout {text} must name servers and trainers, for example sglang.d6+d2")
         check_experts("of this model", model.experts, mode.train)
-        return cls(mode, model, gpu, max_running, prox_logp)
+        layout = cls(mode, model, gpu, max_running, prox_logp)
+        if layout.indivisible:
+            raise AllocationError(f"--layout {text}: {layout.indivisible}; use a divisor of it, or t1 and more of d")
+        return layout
 
     @property
     def gen(self) -> ParallelStrategy:
@@ -87,6 +90,30 @@ class Layout:
     def name(self) -> str:
         """The layout in its short form, as in `sglang.d12t2+d8`."""
         return f"{self.mode.gen_backend}.{_short(self.gen)}+{_short(self.train)}"
+
+    @property
+    def indivisible(self) -> str:
+        """What of the model its tensor ranks cannot divide; empty if all can be divided."""
+        size = self.model
+        everywhere = {"attention heads": size.heads, "intermediate size": 0 if size.experts else size.inner}
+        # Servers of SGLang and vLLM copy key-value heads, and divide each expert.
+        divided = everywhere | {"key-value heads": size.kv_heads, "experts": size.experts}
+        of_servers = divided if self.mode.gen_backend == "embedded" else everywhere
+        sides = (("servers", self.gen.tensor, of_servers), ("trainers", self.train.tensor, divided))
+        for side, tensor, counts in sides:
+            for what, count in counts.items():
+                if count % tensor:
+                    return f"t{tensor} of the {side} does not divide the model's {what} ({count})"
+        return ""
+
+    def batch_problem(self, prompts: int) -> str:
+        """Say which batch sizes the trainer's replicas can share, if not this one."""
+        replicas = self.train.data
+        if prompts % replicas == 0:
+            return ""
+        below = prompts // replicas * replicas
+        usable = " or ".join(str(size) for size in (below, below + replicas) if size)
+        return f"{replicas} replicas cannot share {prompts} prompts: train_dataset.batch_size={usable}"
 
     def memory(self, workload: Workload) -> Memory:
         """Estimate the memory of a server's and of a trainer's device."""

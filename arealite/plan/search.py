@@ -32,6 +32,8 @@ class Candidate:
     layout: Layout
     memory: Memory
     prediction: Prediction
+    # Prompts of a batch.
+    prompts: int
     # The job was simulated at one part in so many.
     scale: float = 1.0
 
@@ -40,8 +42,9 @@ class Candidate:
         return self.prediction.tokens_per_s * self.scale
 
     def reason(self) -> str:
-        """Say what limits this layout, and why it divides experts."""
-        return "; ".join(filter(None, (self._limit(), self.layout.expert_reason(self.memory))))
+        """Say what limits this layout, why it divides experts, and which batch size it needs."""
+        experts, batch = self.layout.expert_reason(self.memory), self.layout.batch_problem(self.prompts)
+        return "; ".join(filter(None, (self._limit(), experts, batch)))
 
     def _limit(self) -> str:
         found = self.prediction
@@ -76,7 +79,7 @@ def evaluate(
 ) -> Candidate:
     """Predict one layout at its full size."""
     setup, memory = make_setup(layout, workload, rollout, crashes)
-    return Candidate(layout, memory, simulate(replace(setup, steps=steps, seed=seed)))
+    return Candidate(layout, memory, simulate(replace(setup, steps=steps, seed=seed)), workload.prompts)
 
 
 def search(
@@ -88,7 +91,7 @@ def search(
     problems: list[str] = []
     for mode in _modes(num_gpus, backend, model.experts):
         layout = Layout(mode, model, gpu, max_running, prox_logp)
-        if workload.prompts < layout.train.data:
+        if workload.prompts < layout.train.data or layout.indivisible:
             continue
         memory = layout.memory(workload)
         if memory.problem:
@@ -131,7 +134,7 @@ def _simulate(layout: Layout, setup: Setup, memory: Memory, seed: int) -> Candid
         steps=_SEARCH_STEPS,
         seed=seed,
     )
-    return Candidate(layout, memory, simulate(small), scale)
+    return Candidate(layout, memory, simulate(small), work.prompts, scale)
 
 
 def _modes(num_gpus: int, backend: str, num_experts: int) -> Iterator[AllocationMode]:

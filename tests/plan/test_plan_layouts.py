@@ -149,6 +149,33 @@ def test_layouts_that_cannot_divide_the_experts_are_refused():
         Layout.parse("sglang.d2+d4e2", find_model("7B"), GPUS["H100"])
 
 
+def test_layouts_whose_tensor_ranks_cannot_divide_the_model_are_neither_found_nor_predicted():
+    size = find_model("1.5B")
+    for layout, message in (
+        ("sglang.d1t8+d1", r"t8 of the servers .* attention heads \(12\)"),
+        ("sglang.d1+d1t4", r"t4 of the trainers .* key-value heads \(2\)"),
+        ("embedded.d1t4+d1", r"t4 of the servers .* key-value heads \(2\)"),
+    ):
+        with pytest.raises(AllocationError, match=message):
+            Layout.parse(layout, size, GPUS["H100"])
+    # SGLang and vLLM copy key-value heads.
+    assert not Layout.parse("vllm.d1t4+d1", size, GPUS["H100"]).indivisible
+    # On small GPUs four trainers of one replica would be the best of all.
+    found = search(8, size, GPUS["A10"], replace(CONSTANT, prompts=2), ROLLOUT, "sglang")
+    assert found and not any(c.layout.indivisible for c in found)
+
+
+def test_a_layout_names_the_batch_sizes_that_its_replicas_can_share(capsys):
+    layout = Layout.parse("sglang.d28+d36", find_model("7B"), GPUS["H100"])
+    assert layout.batch_problem(504) == ""
+    assert layout.batch_problem(512).endswith("cannot share 512 prompts: train_dataset.batch_size=504 or 540")
+    found = search(4, find_model("1.5B"), GPUS["H100"], replace(CONSTANT, prompts=16), ROLLOUT, "sglang")
+    reasons = {c.layout.name: c.reason() for c in found}
+    assert "batch_size=15 or 18" in reasons["sglang.d1+d3"] and "batch_size" not in reasons["sglang.d3+d1"]
+    assert command.main([*SMALL, "--layout", "sglang.d1+d3"]) == 0
+    assert "note: 3 replicas cannot share 8 prompts: train_dataset.batch_size=6 or 9" in capsys.readouterr().out
+
+
 def test_models_that_fit_nowhere_are_refused():
     with pytest.raises(ConfigError, match=r"no layout of this model fits on 4 x RTX4090.*needs \d+ GiB"):
         search(4, find_model("72B"), GPUS["RTX4090"], CONSTANT, ROLLOUT, "sglang")
