@@ -154,13 +154,14 @@ class EpisodeRunner:
         episode.finished_at = clock.time()
         episode.parts = parts.stop() if parts is not None else None
         if episode.lane is not None:
-            self._trace(episode, episode.lane, error)
+            # The task begins later than the episode is admitted: until then its lane may be that of another one.
+            self._trace(episode, episode.lane, episode.started_at if parts is None else parts.began, error)
         if not self._ended:
             self.loop.call_soon(self._run_callback, self._report)
         self._ended.append((episode, error))
 
-    def _trace(self, episode: Episode, lane: str, error: BaseException | None) -> None:
-        seconds, result = clock.monotonic() - episode.started_at, episode.result
+    def _trace(self, episode: Episode, lane: str, began: float, error: BaseException | None) -> None:
+        seconds, result = clock.monotonic() - began, episode.result
         args: dict[str, Any] = {"version": episode.start_version}
         if error is not None:
             args["error"] = type(error).__name__

@@ -14,6 +14,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.waits import NamedWait
 from arealite.utils.data import concat_padded
 from arealite.utils.seeds import derive_seed
+from arealite.utils.trace import tracing
 from tests.core.conftest import Echo, StubEngine, make_batch
 
 
@@ -317,6 +318,26 @@ def test_direct_episodes_beside_training_are_limited_and_do_not_count(executors)
     executor.wait_direct(call, "test")
     assert call.remaining == 0 and xs(call.join()) == list(range(9))
     assert executor.staleness.counts.trained == 12
+
+
+def test_the_span_of_an_episode_begins_when_it_gets_its_lane(executors, monkeypatch):
+    """Its task begins after its admission, and the lane may have had another episode until then."""
+    executor = executors()
+    spawn = executor.runner.spawn
+
+    def spawn_late(episode):
+        episode.started_at -= 100.0
+        spawn(episode)
+
+    monkeypatch.setattr(executor.runner, "spawn", spawn_late)
+    tracing.start()
+    try:
+        executor.submit({"x": 1}, Echo())
+        executor.wait(1)
+        (span,) = tracing.take()
+    finally:
+        tracing.stop()
+    assert span.name.startswith("episode") and span.seconds < 100.0
 
 
 def test_rollout_batch_keeps_order_and_ignores_admission(executors):

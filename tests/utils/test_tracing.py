@@ -1,6 +1,7 @@
 """The trace: what is collected, how overlapping parts are laid out, and that it stays small."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -64,6 +65,29 @@ def test_parts_that_overlap_get_rows_of_their_own(tmp_path):
     writer.close()
     lanes = {lane.name: [span[2] for span in lane.spans] for lane in read_trace(tmp_path / "trace.json")}
     assert lanes == {"episodes 00": ["episode 0", "a", "c"], "episodes 00 +1": ["b", "d"]}
+
+
+def test_spans_that_follow_each_other_do_not_overlap(tmp_path):
+    """Perfetto drops a span that begins before another one of its lane has ended."""
+    writer, now = TraceWriter(tmp_path / "trace.json"), 1_795_061_161.0
+    for number in range(50):
+        end = now + 2.0 + 3e-7 * number
+        writer.write([Span("server", "a:1 batches", f"{number}", now, end - now, {})])
+        now = end
+    writer.close()
+    spans = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"]
+    assert all(one["ts"] + one["dur"] <= two["ts"] for one, two in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20])
+def test_a_trace_that_was_cut_off_in_a_line_is_ended_before_it(tmp_path, cut):
+    path = tmp_path / "trace.json"
+    writer = TraceWriter(path)
+    writer.write([Span("trainer", "steps", name, 1.0, 0.5, {}) for name in ("whole", "cut")])
+    path.write_bytes(path.read_bytes()[:-cut])
+    TraceWriter(path)
+    names = [event["name"] for event in json.loads(older_path(path).read_text()) if event["ph"] == "X"]
+    assert names == ["whole"]
 
 
 def test_a_trace_is_rotated_and_both_files_are_read(tmp_path):

@@ -17,6 +17,7 @@ from arealite.utils.trace.tracing import Span
 MAX_BYTES = 32 << 20
 # A longer line is not read.
 _MAX_LINE = 1 << 16
+_END = b"\n]\n"
 # The processes that a viewer shows.
 GROUPS = ("trainer", "weights", "server", "rollout")
 
@@ -71,11 +72,13 @@ class TraceWriter:
         if tid is None:
             tid = self._lanes[span.group, lane] = len(self._lanes) + 1
             yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}}
-        event = {"name": span.name, "pid": pid, "tid": tid, "ts": round(span.began * 1e6), "args": span.args}
+        began = round(span.began * 1e6)
+        event = {"name": span.name, "pid": pid, "tid": tid, "ts": began, "args": span.args}
         if span.seconds is None:
             yield event | {"ph": "C"}
         else:
-            yield event | {"ph": "X", "dur": max(1, round(span.seconds * 1e6))}
+            # Both ends are rounded: Perfetto drops a span that begins a microsecond before the last one ends.
+            yield event | {"ph": "X", "dur": max(1, round((span.began + span.seconds) * 1e6) - began)}
 
     def _row(self, span: Span, end: float) -> int:
         """Return a free row of the lane: parts that overlap would hide each other. Spans come as they end."""
@@ -90,13 +93,15 @@ def _pid(group: str) -> int:
 
 
 def _end_file(path: Path) -> None:
+    """Close the list of events, without a last line that a kill or a full disk has cut off."""
     with path.open("r+b") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 2))
-        if file.read() == b",\n":
-            file.seek(size - 2)
-            file.truncate()
-            file.write(b"\n]\n")
+        start = file.seek(max(0, file.seek(0, 2) - 2 * _MAX_LINE))
+        text = file.read()
+        end = text.rfind(b",\n")
+        if end >= 0 and not text.endswith(_END):
+            file.truncate(start + end)
+            file.seek(start + end)
+            file.write(_END)
 
 
 class Event(NamedTuple):
