@@ -106,6 +106,9 @@ def version_skew(case: Case) -> Iterator[Finding]:
     version = trainer.part("executor").get("version") if trainer else None
     if trainer is None or version is None or any(w.get("kind") in ("load", "publish") for w in trainer.waits):
         return
+    if trainer.is_stopped:
+        # Its version is that of its last status; updates may have followed.
+        return
     settled_s = float((trainer.part("completed").get("load") or {}).get("age_s", float("inf")))
     is_asked = {entry.get("address"): entry.get("is_open") for entry in trainer.parts("servers")}
     for server in case.role("server"):
@@ -142,16 +145,17 @@ def kv_full(case: Case) -> Iterator[Finding]:
 
 
 def slow_server(case: Case) -> Iterator[Finding]:
-    for server in case.role("server"):
+    servers = [server for server in case.role("server") if server.is_running and not server.is_stopped]
+    for server in servers:
         step_s = float(server.part("engine").get("step_s") or 0) + server.age_s
-        if server.is_running and server.part("engine").get("step_s") and step_s >= case.patience_s:
+        if server.part("engine").get("step_s") and step_s >= case.patience_s:
             evidence = [f"its present step has taken {step_s:.0f} s", *(f"in {line}" for line in top_lines(server)[:2])]
             verdict = f"the engine of {server.name} hangs in a step"
             yield Finding("server_stuck", verdict, evidence, "restart it: the trainer continues its requests elsewhere")
     rates = {}
-    for server in case.role("server"):
+    for server in servers:
         running = server.part("engine").get("running") or 0
-        if server.is_running and running and server.tokens_per_s is not None:
+        if running and server.tokens_per_s is not None:
             rates[server.name] = server.tokens_per_s / running
     for name, rate in rates.items():
         usual = median(other for key, other in rates.items() if key != name) if len(rates) > 1 else 0
@@ -270,7 +274,8 @@ def _server_at(case: Case, address: str) -> Process | None:
 
 def _answers(server: Process) -> bool:
     """Whether the server's own event loop runs."""
-    return server.is_running and all(lag < 3 for lag in server.part("loops").values()) and server.age_s < 10
+    loops_run = all(lag < 3 for lag in server.part("loops").values())
+    return server.is_running and not server.is_stopped and loops_run and server.age_s < 10
 
 
 def _requests(server: Process) -> int:

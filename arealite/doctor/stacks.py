@@ -5,6 +5,7 @@ py-spy is used, if it is installed. A stopped process writes nothing until it go
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -12,10 +13,13 @@ import time
 from pathlib import Path
 
 from arealite.doctor.case import Case, Process
+from arealite.doctor.proc import find_busiest_thread
 from arealite.utils.status.memory import STACK_SIGNAL
 
 _DUMP_TIMEOUT_S, _PY_SPY_TIMEOUT_S = 2.0, 10.0
 _MAX_TEXT = 40_000
+# No thread of a process whose status is older runs Python code but one, which keeps the interpreter lock.
+_SILENCE_S = 2.0
 
 
 def read_stacks(case: Case) -> None:
@@ -44,9 +48,17 @@ def _ask(process: Process) -> bool:
         return False
     with contextlib.suppress(OSError):
         os.truncate(_file(process), 0)
-        os.kill(process.pid, STACK_SIGNAL)
+        is_hanging = process.is_live and process.age_s > _SILENCE_S
+        if not (is_hanging and _ask_thread(process.pid, find_busiest_thread(process.pid, STACK_SIGNAL))):
+            os.kill(process.pid, STACK_SIGNAL)
         return True
     return False
+
+
+def _ask_thread(pid: int, thread: int) -> bool:
+    """Send the signal to one thread: stacks name it as the current one, otherwise the main thread."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    return tgkill is not None and tgkill(pid, thread, int(STACK_SIGNAL)) == 0
 
 
 def _handles_signal(pid: int) -> bool:

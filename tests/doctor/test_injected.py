@@ -101,6 +101,15 @@ def test_injected_hang_is_found(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_thread_that_keeps_the_interpreter_lock_is_named(tmp_path):
+    """The signal for stacks reaches the main thread, which only waits for the lock."""
+    with injected(["gil"], tmp_path) as run_dirs:
+        case, findings, _ = first_verdict(run_dirs["gil"], time.monotonic() + 60)
+    assert findings[0].kind == EXPECTED["gil"], render(case, findings)
+    assert "in match" in " ".join(findings[0].evidence), render(case, findings)
+
+
+@pytest.mark.slow
 def test_a_disk_that_is_really_full_is_found(tmp_path):
     if not can_mount(tmp_path):
         pytest.skip("mounting a small disk needs user namespaces")

@@ -130,6 +130,21 @@ def test_network_disk_and_memory():
     assert diagnose(case)[0].kind == "memory_pressure"
 
 
+def test_a_stopped_process_is_not_blamed_for_something_else():
+    """What it wrote before it was stopped is no evidence that it lives, is slow or has other weights."""
+    lost, stopped = episodes(wait("generate", "", [ADDRESS])), server(state="T", step_s=90.0)
+    case = Case(Path("/run"), 60.0, [lost, stopped], health={ADDRESS: "timed out"})
+    assert [found.kind for found in diagnose(case)] == ["process_stopped"]
+    rates = [rated("server0", 0.0), rated("server1", 90.0), rated("server2", 100.0)]
+    rates[0].proc = Proc("T")
+    assert [found.kind for found in diagnose(Case(Path("/run"), 60.0, [*rates, process("rank0")]))] == [
+        "process_stopped"
+    ]
+    trainer = batch(version=3)
+    trainer.proc = Proc("T")
+    assert [found.kind for found in diagnose(Case(Path("/run"), 60.0, [trainer, server()]))] == ["process_stopped"]
+
+
 def test_a_run_that_died_of_a_full_disk():
     dead, ended = process("rank0", state=None), process("rank0", state=None, ended="ended")
     full = {"disks": [{"path": "/run", "free": 0, "free_inodes": 0.5}], "probe_error": "No space left on device"}
