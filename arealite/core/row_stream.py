@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from arealite.api.errors import DatasetError
+from arealite.utils.status.waits import waiting
 
 Row = dict[str, Any]
 
@@ -99,7 +100,12 @@ class RowStream:
             )
 
     def _rows(self) -> Iterator[Row]:
-        for batch in self.dataloader:
+        batches = iter(self.dataloader)
+        while True:
+            with waiting("data", "the next rows of the dataloader"):
+                batch = next(batches, None)
+            if batch is None:
+                return
             if self._first_batch is None:
                 self._first_batch = len(batch)
             yield from batch

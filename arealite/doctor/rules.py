@@ -22,11 +22,13 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     waits.version_skew,
     waits.kv_full,
     waits.slow_server,
+    waits.stuck_data,
     waits.stuck_parts,
     waits.slow_parts,
     waits.nothing_admitted,
     waits.stuck_agent,
     ends.stopping,
+    processes.long_step,
     processes.status_lag,
 )
 

@@ -9,6 +9,9 @@ _MIB = 1 << 20
 # A status in memory older than this means that no thread of the process runs Python code.
 _MIN_SILENCE_S, _MAX_SILENCE_S = 4.0, 10.0
 _CLOCK_SKEW_S = 10.0
+# A step is long if it takes so many times the longest of the last ones, or, without any, the patience.
+_LONG_STEP, _FIRST_STEP = 5.0, 10.0
+_NUM_LINES = 3
 
 
 def full_disk(case: Case) -> Iterator[Finding]:
@@ -116,6 +119,36 @@ def status_lag(case: Case) -> Iterator[Finding]:
     if skewed:
         verdict = "the clocks of machine and file server differ: leases of servers may expire too early or too late"
         yield Finding("clock_skew", verdict, skewed, "set the clocks (NTP, chrony)")
+
+
+def long_step(case: Case) -> Iterator[Finding]:
+    """A trainer whose main thread is long in one step, in nothing that the package knows as a wait."""
+    for rank in case.role("trainer"):
+        pace, longest_s = rank.part("pace"), rank.part("pace").get("longest_s")
+        is_waiting = any(wait.get("thread") == "MainThread" for wait in rank.waits)
+        if not (pace and rank.is_running) or rank.is_stopped or rank.is_silent or is_waiting:
+            continue
+        age_s = float(pace.get("age_s", 0)) + rank.age_s
+        # The first step may compile.
+        limit_s = _FIRST_STEP * case.patience_s if longest_s is None else max(case.patience_s, _LONG_STEP * longest_s)
+        if age_s < limit_s:
+            continue
+        before = "" if longest_s is None else f"; the last ones took {longest_s:.1f} s at most"
+        step = rank.part("facts").get("step", 0) + 1
+        evidence = [f"{rank.name}{rank.where} uses {rank.cpu_share:.0%} of a core, and waits for no other process"]
+        evidence += [f"it does: {entry.get('text')}" for entry in rank.parts("doing")]
+        evidence += main_place(rank)
+        verdict = f"{rank.name}{rank.where} has been in step {step} for {age_s:.0f} s{before}"
+        remedy = "look at the lines above and its stack: the training loop, or what it calls, does not go on. A long "
+        remedy += "checkpoint or a new size of batches ends by itself"
+        yield Finding("step_long", verdict, evidence, remedy)
+
+
+def main_place(process: Process) -> list[str]:
+    """Return a sentence with the innermost lines of the main thread, if they are known."""
+    found = re.search(r"(?:Current thread|MainThread)[^\n]*\n((?:\s+File .*\n?)+)", process.stacks)
+    lines = re.findall(r"File .*", found[1])[:_NUM_LINES] if found else []
+    return [f"its main thread is in {' ← '.join(lines)}"] if lines else []
 
 
 def current_place(process: Process) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from arealite.doctor.case import Case, Finding, Process
 from arealite.doctor.graph import EPISODE_KINDS, find_cycle, find_edges, server_name
-from arealite.doctor.rules_processes import top_lines
+from arealite.doctor.rules_processes import main_place, top_lines
 
 _REWARD = "give the reward a timeout (reward_timeout_s), look at its stack, or call its service by hand"
 # A server is slow if it makes fewer tokens a second for each request than a third of the others.
@@ -21,21 +21,31 @@ _FULL_SHARE = 0.05
 
 def collectives(case: Case) -> Iterator[Finding]:
     # Engines of controller mode have groups of their own.
-    for engine in dict.fromkeys(process.engine for process, _ in case.long_waits("collective")):
-        yield _collective(case, engine)
+    engines = dict.fromkeys(process.engine for process, _ in case.long_waits("collective"))
+    for engine in engines:
+        yield _collective(case, engine, "collective")
+    # Ranks publish weights together, too.
+    for engine in dict.fromkeys(p.engine for p, _ in case.long_waits("publish") if p.engine not in engines):
+        if not _all_publish(case, engine):
+            yield _collective(case, engine, "publish")
 
 
-def _collective(case: Case, engine: str) -> Finding:
-    waiting = [(p, w) for p, w in case.long_waits("collective") if p.engine == engine]
+def _all_publish(case: Case, engine: str) -> bool:
+    """Whether all ranks of an engine publish their weights: what hangs then is the way to the servers."""
+    ranks = [rank for rank in case.role("trainer") if rank.engine == engine]
+    return all(any(wait.get("kind") == "publish" for wait in rank.waits) for rank in ranks)
+
+
+def _collective(case: Case, engine: str, kind: str) -> Finding:
+    waiting = [(p, w) for p, w in case.long_waits(kind) if p.engine == engine]
     names = {wait["what"] for _, wait in waiting}
     evidence = [f"{p.name}{p.where} has waited {w['age_s']:.0f} s in {w['what']}" for p, w in waiting]
     ranks = [rank for rank in case.role("trainer") if rank.engine == engine]
     missing = [rank for rank in ranks if rank.name not in {p.name for p, _ in waiting}]
     for rank in missing:
         doing = "; ".join(entry.get("text", "") for entry in rank.parts("doing")) or "something else"
-        evidence.append(
-            f"{rank.name}{rank.where} is not in it: {doing}{''.join(f'; {line}' for line in top_lines(rank)[:1])}"
-        )
+        place = "".join(f"; {line}" for line in main_place(rank) or top_lines(rank)[:1])
+        evidence.append(f"{rank.name}{rank.where} is not in it: {doing}{place}")
     if len(names) > 1:
         verdict = "ranks wait in different collective operations, each for the others: a deadlock"
         remedy = "all ranks must make the same calls in the same order: look for a branch that depends on the rank or "
@@ -81,6 +91,8 @@ def network(case: Case) -> Iterator[Finding]:
 
 def weight_update(case: Case) -> Iterator[Finding]:
     for process, wait in case.long_waits("load", "publish"):
+        if wait["kind"] == "publish" and not _all_publish(case, process.engine):
+            continue
         address = next(iter(wait.get("whom") or ()), "")
         evidence = [
             f"{process.name} has waited {wait['age_s']:.0f} s: {wait['kind']} {wait.get('what')} {address}".strip()
@@ -173,6 +185,16 @@ def slow_server(case: Case) -> Iterator[Finding]:
             yield Finding("server_slow", verdict, [f"{entry['address']}: {entry['slow']}"], remedy)
 
 
+def stuck_data(case: Case) -> Iterator[Finding]:
+    for process, wait in case.long_waits("data"):
+        evidence = [f"{process.name}{process.where} has waited {wait['age_s']:.0f} s for {wait.get('what')}"]
+        evidence += main_place(process)
+        verdict = "the dataloader does not return the next rows: no new episode starts"
+        remedy = "look at the line above: a file server, a hub or a lock of your own dataset. Copy the data to a local "
+        yield Finding("data_stuck", verdict, evidence, f"{remedy}file, or give what it waits for a timeout")
+        return
+
+
 def stuck_parts(case: Case) -> Iterator[Finding]:
     """Rewards, tools and environments that do not return."""
     remedies = {
@@ -232,7 +254,9 @@ def _describe_completed(process: Process, kind: str) -> str:
 def nothing_admitted(case: Case) -> Iterator[Finding]:
     for process, batch in case.long_waits("batch"):
         executor = process.part("executor")
-        if executor.get("running") == 0:
+        # Without rows nothing can be admitted.
+        has_rows = not any(wait.get("kind") == "data" and wait["age_s"] >= case.patience_s for wait in process.waits)
+        if executor.get("running") == 0 and has_rows:
             evidence = [f"{process.name} has waited {batch['age_s']:.0f} s for {batch.get('what')}"]
             keys = ("buffered", "batch_size", "queued", "capacity", "version", "max_staleness", "is_paused")
             evidence.append(", ".join(f"{key} {executor.get(key)}" for key in keys))

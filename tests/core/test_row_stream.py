@@ -3,6 +3,7 @@
 from arealite.api.cli_args import DatasetConfig
 from arealite.core.row_stream import RowStream
 from arealite.dataset.loader import StatefulDataLoader
+from arealite.utils.status import waits
 
 ROWS = [{"r": i} for i in range(12)]
 
@@ -35,3 +36,10 @@ def test_the_stream_continues_at_its_position():
     for loader in (Plain(), Other(), ours):
         found = [(number, row["r"]) for number, row in rows_after(loader, 5, {6, 13})]
         assert found == [(5, 5), (7, 7), (8, 8), (9, 9)], type(loader)
+
+
+def test_reading_the_dataloader_is_a_wait_with_a_name():
+    def batches():
+        yield [entry["kind"] for entry in waits.describe()]
+
+    assert RowStream(batches()).next_row() == (0, "data")

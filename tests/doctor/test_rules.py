@@ -67,6 +67,11 @@ def completed(made, kind, mean_s, age_s=1.0):
     return made
 
 
+def waits_for_data(made):
+    made.status["waits"].append(wait("data", "the next rows of the dataloader"))
+    return made
+
+
 CASES = {
     "healthy": [process("rank0")],
     "collective_deadlock": [
@@ -99,6 +104,8 @@ CASES = {
     "reward_slow": [episodes(wait("reward", "mine", age_s=2.0, count=9))],
     "tool_slow": [completed(episodes(wait("tool", "browser", count=9)), "tool", mean_s=60.0)],
     "nothing_admitted": [batch(running=0, is_paused=True)],
+    "data_stuck": [waits_for_data(batch(running=0, capacity=0, buffered=12))],
+    "step_long": [process("rank0", pace={"age_s": 90.0, "longest_s": 10.0}, facts={"step": 4})],
     "agent_stuck": [batch(episodes=[{"id": "1", "age_s": 90.0, "place": "episode 1 waits in act"}])],
     "status_lag": [late(process("rank0"))],
     "finished": [process("rank0", state=None, ended="ended")],
@@ -128,6 +135,32 @@ def test_network_disk_and_memory():
     assert diagnose(case)[0].kind == "disk_full"
     case = Case(Path("/run"), 60.0, [process("rank0")], memory={"total": 100 << 30, "available": 1 << 30})
     assert diagnose(case)[0].kind == "memory_pressure"
+
+
+def test_a_rank_that_does_not_publish_with_the_others_is_named():
+    ranks = [process("rank0"), process("rank1", waits=[wait("publish", "weights of version 5")])]
+    ranks[
+        0
+    ].stacks = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 3 in f\n  File "b.py", line 4 in g\n'
+    (found,) = diagnose(Case(Path("/run"), 60.0, ranks))
+    assert found.kind == "collective_deadlock" and "for rank0, which does not come" in found.verdict
+    assert found.evidence[-1].endswith('its main thread is in File "a.py", line 3 in f ← File "b.py", line 4 in g')
+    alone = process("rank0", waits=[wait("publish", "weights of version 5")])
+    assert [found.kind for found in diagnose(Case(Path("/run"), 60.0, [alone]))] == ["weight_update_stuck"]
+
+
+@pytest.mark.parametrize(
+    "pace",
+    [{"age_s": 50.0, "longest_s": 1.0}, {"age_s": 200.0, "longest_s": 50.0}, {"age_s": 500.0, "longest_s": None}],
+)
+def test_steps_that_are_long_by_nature_are_healthy(pace):
+    assert diagnose(Case(Path("/run"), 60.0, [process("rank0", pace=pace)]))[0].kind == "healthy"
+
+
+def test_a_main_thread_that_waits_for_something_known_is_not_in_a_long_step():
+    waiting = process("rank0", waits=[wait("batch", age_s=2.0) | {"thread": "MainThread"}])
+    waiting.status["pace"] = {"age_s": 900.0, "longest_s": 1.0}
+    assert diagnose(Case(Path("/run"), 60.0, [waiting]))[0].kind == "healthy"
 
 
 def test_a_stopped_process_is_not_blamed_for_something_else():

@@ -110,3 +110,14 @@ def test_a_run_leaves_no_variable_behind(tmp_path, monkeypatch):
         assert os.environ[RUN_ENV] == str(tmp_path / name)
     own.end()
     assert RUN_ENV not in os.environ
+
+
+def test_the_pace_of_steps_is_known_while_they_run():
+    status = Status()
+    for step in status.count_steps(range(3)):
+        pace = status.snapshot()["pace"]
+        assert pace["age_s"] >= 0 and (pace["longest_s"] is None) == (step == 0)
+    assert "pace" not in status.snapshot()
+    for _ in status.count_steps(range(3)):
+        break
+    assert "pace" not in status.snapshot(), "what follows a loop that ends early is no step"

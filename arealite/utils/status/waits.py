@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal[
-    "batch", "share", "collective", "publish", "load", "call", "generate", "server", "reward", "tool", "environment"
-]
+    "batch", "data", "share", "collective", "publish", "load", "call", "generate", "server", "reward", "tool",
+    "environment",
+]  # fmt: skip
 # Groups of equal waits that a status holds, the oldest first.
 MAX_GROUPS = 30
 

@@ -33,6 +33,8 @@ RUN_ENV, NAME_ENV = "AREALITE_STATUS_RUN", "AREALITE_STATUS_NAME"
 _ROLES = {"rank": "trainer", "server": "server"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_EVENTS, _MAX_TEXT, _MAX_ERROR = 10, 300, 2000
+# Steps whose durations are known to the doctor.
+_NUM_PACE = 10
 # Facts about the end of a process, which do not outlive it in a notebook's next run.
 _LAST_FACTS = ("error", "signal")
 Source = Callable[[], Any]
@@ -147,10 +149,17 @@ class Status:
         self._sources |= sources
 
     def count_steps(self, steps: range) -> Iterator[int]:
-        """Yield the steps, and remember the present one."""
-        for step in steps:
-            self.facts |= {"step": step, "total_steps": steps.stop}
-            yield step
+        """Yield the steps, and remember the present one and how long the last ones took."""
+        began, last = time.monotonic(), deque[float](maxlen=_NUM_PACE)
+        self.add("pace", lambda: {"age_s": time.monotonic() - began, "longest_s": max(list(last), default=None)})
+        try:
+            for step in steps:
+                self.facts |= {"step": step, "total_steps": steps.stop}
+                began = time.monotonic()
+                yield step
+                last.append(time.monotonic() - began)
+        finally:
+            self.remove("pace")
 
     def event(self, text: str) -> None:
         """Remember something that happened; the last ones are part of the status."""
