@@ -94,8 +94,9 @@ def search(
         if workload.prompts < layout.train.data or layout.indivisible:
             continue
         memory = layout.memory(workload)
-        if memory.problem:
-            problems.append(f"{layout.name}: {memory.problem}")
+        if memory.problem or memory.cache_tokens < workload.longest_sequence:
+            cache = f"the KV cache of a server holds {memory.cache_tokens:,.0f} tokens, not the longest sequence"
+            problems.append(f"{layout.name}: {memory.problem or cache}")
             continue
         setup, _ = make_setup(layout, workload, rollout)
         fitting.append((ideal_step_s(setup), layout, setup, memory))

@@ -70,7 +70,8 @@ class DecodingServer:
         self._context = 0.0
         self._lengths = Lengths()
         self._ends: list[tuple[float, int, Sample]] = []
-        self._running: dict[Sample, None] = {}
+        # With the number of its entry in `_ends`: a preempted sample that runs again leaves an old one there.
+        self._running: dict[Sample, int] = {}
         self._waiting: deque[Sample] = deque()
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
         self._is_paused = False
@@ -214,8 +215,8 @@ class DecodingServer:
     def _finish(self) -> None:
         """End the samples that have all of their tokens."""
         while self._ends and self._ends[0][0] <= self._steps + _EPSILON:
-            sample = heapq.heappop(self._ends)[2]
-            if sample not in self._running:
+            _, serial, sample = heapq.heappop(self._ends)
+            if self._running.get(sample) != serial:
                 continue
             self._record(sample, is_last=True)
             del self._running[sample]
@@ -271,9 +272,9 @@ class DecodingServer:
                 del self._versions[:-1]
             sample.began = self._steps
             self._lengths.add(sample.began - sample.context)
-            self._running[sample] = None
             self._context += sample.context
             self._serial += 1
+            self._running[sample] = self._serial
             heapq.heappush(self._ends, (self._steps + sample.left, self._serial, sample))
 
     def _schedule(self) -> None:
@@ -281,7 +282,7 @@ class DecodingServer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._ends and self._ends[0][2] not in self._running:
+        while self._ends and self._running.get(self._ends[0][2]) != self._ends[0][1]:
             heapq.heappop(self._ends)
         if not self.is_active:
             return

@@ -208,6 +208,12 @@ def _check(setup: Setup) -> None:
         raise ConfigError(f"a run needs at least one server, got {setup.num_servers}")
     if setup.server.base_s(1) <= 0:
         raise ConfigError("a decode step must take time: the costs of the server are all 0")
+    longest, room = setup.workload.longest_sequence, setup.server.cache_tokens
+    if longest > room:
+        raise ConfigError(
+            f"the longest sequence has {longest:,.0f} tokens, and the KV cache of a server holds {room:,.0f}: servers "
+            "refuse it. Give shorter --lengths or --prompt-lengths, a larger t for servers, or a larger GPU"
+        )
 
 
 def _run(simulation: _Simulation) -> Prediction:

@@ -1,6 +1,9 @@
 """Simulated runs equal what can be computed by hand, and behave as real runs do."""
 
+import asyncio
 import json
+import random
+from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +14,9 @@ from arealite.api.errors import ConfigError, TrainingError
 from arealite.core.foresee.core_sharing import CoreUse
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
+from arealite.plan.server_model import DecodingServer
 from arealite.plan.simulate import Crash, Setup, simulate
+from arealite.plan.virtual_time import VirtualLoop
 from arealite.plan.workload import Distribution, Workload
 
 
@@ -91,6 +96,32 @@ def test_servers_run_as_many_sequences_as_they_may():
     # The cache has room for four whole answers: preempted ones are continued.
     found = run(server=ServerCost(step_s=0.01, cache_tokens=460.0))
     assert 2.0 < found.step_s < 3.2 and found.num_preemptions > 0
+
+
+def seconds_by_tokens(lengths, context, cache):
+    """Decode token by token, a second each; the youngest sequence leaves a full cache, and goes on first."""
+    waiting, running, steps = deque([context, length] for length in lengths), [], 0
+    while waiting or running:
+        while len(running) > 1 and sum(held for held, _ in running) > cache:
+            waiting.appendleft(running.pop())
+        while waiting and not (running and sum(c for c, _ in running) + waiting[0][0] + len(running) > cache):
+            running.append(waiting.popleft())
+        running = [[held + 1, left - 1] for held, left in running if left > 0]
+        running, steps = [each for each in running if each[1] > 0], steps + 1
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_preempted_sequences_make_all_of_their_tokens(seed):
+    generator = random.Random(seed)
+    lengths = [generator.randint(20, 300) for _ in range(12)]
+    loop = VirtualLoop()
+    server = DecodingServer(loop, ServerCost(step_s=1.0, cache_tokens=600.0))
+    loop.run_until_complete(asyncio.gather(*(server.submit([float(n)], [10.0], 0.0) for n in lengths)))
+    assert server.num_preemptions > 5 and server.num_tokens == pytest.approx(sum(lengths))
+    # The model works with parts of steps.
+    assert loop.time() == pytest.approx(seconds_by_tokens(lengths, 10, 600), abs=2.0)
+    loop.shut_down()
 
 
 def test_two_servers_share_the_requests():
@@ -202,6 +233,8 @@ def test_impossible_setups_are_refused():
         run(num_servers=0)
     with pytest.raises(ConfigError, match="must take time"):
         run(server=ServerCost(step_s=0.0))
+    with pytest.raises(ConfigError, match="longest sequence has 110 tokens, and the KV cache of a server holds 109"):
+        run(server=ServerCost(step_s=0.01, cache_tokens=109.0))
 
 
 @pytest.mark.parametrize(
