@@ -26,7 +26,7 @@ from arealite.utils.distributed import world_size
 _IRRELEVANT = ("experiment_name", "trial_name", "cluster.", "recover.", "saver.", "evaluator.", "valid_dataset")
 _IRRELEVANT += ("stats_logger.", "dashboard", "record", "launcher.", "on_collapse", "controller", "eval_gconfig.")
 _IRRELEVANT += ("rollout.server_addrs", "rollout.weight_update", "rollout.dump_rollouts", "rollout.max_dump_tokens")
-_IRRELEVANT += ("server.port", "server.host", "server.api_key")
+_IRRELEVANT += ("server.port", "server.host", "server.api_key", "rollout.num_workers")
 _CHOSEN = ("max_tokens_per_mb", "gradient_checkpointing", "logprob_chunk_size")
 _GIT_TIMEOUT_S = 10.0
 

@@ -193,14 +193,14 @@ def test_differences_of_environments_are_named():
         "versions": {"torch": "2.11"},
         "commit": "abc",
         "modules": {"mine": 1, "gone": 2},
-        "config": {"actor.optimizer.lr": 0.1, "trial_name": "a", "seed": 1},
+        "config": {"actor.optimizer.lr": 0.1, "trial_name": "a", "rollout.num_workers": 2, "seed": 1},
     }
     new = {
         "hardware": {"threads": 2, "ranks": 1},
         "versions": {"torch": "2.13"},
         "commit": "def",
         "modules": {"mine": 3},
-        "config": {"actor.optimizer.lr": 0.2, "trial_name": "b", "seed": 1},
+        "config": {"actor.optimizer.lr": 0.2, "trial_name": "b", "rollout.num_workers": 0, "seed": 1},
     }
     assert differences(old, old) == []
     assert differences(old, new) == [
