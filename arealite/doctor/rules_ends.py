@@ -38,7 +38,7 @@ def over(case: Case) -> Finding:
         if number:
             verdict = f"the run was stopped by {number} ({_SIGNALS.get(number, 'a signal')}), which {process.name} got"
             return Finding("run_stopped", verdict, [*ends, *exits], _CONTINUE)
-    errors = {p.name: str(p.part("facts")["error"]) for p in (*trainers, *launchers) if p.part("facts").get("error")}
+    errors = {p.name: error for p in (*trainers, *launchers) if (error := _error(case, p))}
     # A launcher that wrote its end has ended the others itself.
     lost = [process for process in launchers or trainers if process.is_dead]
     if lost:
@@ -115,6 +115,13 @@ def lost_machines(case: Case) -> Iterator[Finding]:
         verdict = f"{process.name} on {process.host} does not write its status any more: it was killed, or hangs"
         remedy = f"run `arealite doctor {case.run_dir}` on {process.host}: there it can see process {process.pid}"
         yield Finding("process_silent", verdict, evidence, remedy)
+
+
+def _error(case: Case, process: Process) -> str:
+    """Return why a process ended: what it noted, or what it printed before its training began."""
+    lines = case.logs.get(process.name, "").splitlines() if (process.exit_code or 0) > 0 else []
+    printed = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+    return str(process.part("facts").get("error") or printed.removeprefix("error: "))
 
 
 def _signal(process: Process) -> str:

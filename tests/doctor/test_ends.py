@@ -101,6 +101,16 @@ def test_how_it_ended(name):
     assert findings[0].kind == kind and text in findings[0].verdict, render(case, findings)
 
 
+def test_an_error_before_the_training_is_that_of_the_log():
+    known = [launcher(error="NodeFailure: rank0 exited with code 2", children=[child("rank0", 2)]), ended("rank0")]
+    case = Case(Path("/run"), 60.0, known, logs={"rank0": "loading\nerror: there is no such model"})
+    assert "rank0 exited with code 2" in diagnose(case)[0].verdict
+    exited(known[1], 2)
+    assert diagnose(case)[0].verdict == "the run has ended with an error: there is no such model"
+    finished = Case(Path("/run"), 60.0, [exited(ended("rank0"), 0)], logs={"rank0": "error: of an earlier attempt"})
+    assert diagnose(finished)[0].kind == "finished"
+
+
 def test_a_reward_that_hangs_differs_from_a_queue_of_slow_ones():
     def verdict(mean_s, age_s):
         made = completed(episodes(wait("reward", "mine", age_s=100.0, count=9)), "reward", mean_s, age_s)
