@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GemmaConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -33,6 +34,11 @@ _SIZE = dict(
     num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 _THREE = _SIZE | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
+_LATENT = dict(
+    q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=24, n_group=2, topk_group=1, n_shared_experts=1,
+    first_k_dense_replace=1, initializer_range=0.1,
+)  # fmt: skip
 MODELS = {
     "qwen2": lambda: Qwen2Config(**_SIZE, tie_word_embeddings=True),
     "qwen2_window": lambda: Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
@@ -44,25 +50,13 @@ MODELS = {
     "gpt_oss": lambda: GptOssConfig(
         **_SIZE, head_dim=16, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.1
     ),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **_SIZE | {"num_key_value_heads": 4},
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        initializer_range=0.1,
-    ),
+    "deepseek_v3": lambda: DeepseekV3Config(**_SIZE | {"num_key_value_heads": 4}, **_LATENT),
+    "deepseek_three_heads": lambda: DeepseekV3Config(**_THREE | {"num_key_value_heads": 3}, **_LATENT),
     "three_heads": lambda: Qwen2Config(**_THREE, tie_word_embeddings=True),
     "three_heads_window": lambda: Qwen2Config(**_THREE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
+    # Scales what it looks up in the embedding.
+    "gemma": lambda: GemmaConfig(**_SIZE, head_dim=8),
 }
 # Models with randomness in training mode: dropout, layer drop, router noise.
 NOISY_MODELS = {

@@ -135,6 +135,7 @@ def _losses(rank, path, layout, steps):
         ("qwen3_moe", "d2", 3),
         ("qwen3_moe", "t2", 3),  # each rank has half of the experts
         pytest.param("llama", "t2", 3, marks=pytest.mark.slow),
+        ("gemma", "t2", 3),
     ],
 )
 def test_two_ranks_train_like_one(model_dirs, two_ranks, kind, layout, steps):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from arealite.engine.fsdp.parallel import Layout, local, sum_gradients, sum_pieces
@@ -88,7 +87,8 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
     if table.num_embeddings % layout.strategy.tensor or getattr(head, "bias", None) is not None:
         return
     tied = head is not None and head.weight is table.weight
-    group, padding = layout.tp_group, table.padding_idx
+    group, padding, original = layout.tp_group, table.padding_idx, table.forward
+    table.padding_idx = None  # not a row of every shard
     _split_rows(table, layout)
     if head is not None and tied:
         head.weight = table.weight
@@ -96,9 +96,14 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
         _split_rows(head, layout)
 
     def forward(ids):
-        weight = local(table.weight)
-        index, here = find_rows(ids, len(weight), group)
-        out = embedding(index, weight) * here[..., None]
+        whole = table.weight
+        index, here = find_rows(ids, len(local(whole)), group)
+        table._parameters["weight"] = local(whole)
+        try:
+            # The module's own: Gemma's scales what it looks up.
+            out = original(index) * here[..., None]
+        finally:
+            table._parameters["weight"] = whole
         if padding is not None:
             out = torch.where((ids == padding)[..., None], out.detach(), out)
         return sum_pieces(out, group)
