@@ -113,10 +113,11 @@ class PackedLayout:
             sinks = None if sinks is None else sinks.chunk(dist.get_world_size(group))[dist.get_rank(group)]
             return heads_to_tokens(self.kernel.attend(query, key, value, scaling, window, sinks), group)
         if group is not None:
-            pair = torch.stack([key, value], dim=1)
+            # Heads of keys and values may differ in size (DeepSeek-V3).
+            pair = torch.cat([key, value], dim=-1)
             # torch.compiler.disable loses the signature.
             both = with_earlier_pieces(pair, self.ring_hops, group)  # pyright: ignore[reportCallIssue]
-            key, value = both.unbind(dim=1)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return self.kernel.attend(query, key, value, scaling, window, sinks)
 
 
