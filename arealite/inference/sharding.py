@@ -148,6 +148,11 @@ class RowLinear(nn.Module):
 def check_parallel(config: PreTrainedConfig, size: int) -> None:
     """Raise `ConfigError` if the model cannot be cut into `size` parts. Needs no weights."""
     text, plan, experts = config.get_text_config(), tensor_plan(config), num_experts(config)
+    if getattr(text, "is_heterogeneous", False):
+        raise ConfigError(
+            f"model type {text.model_type!r} has layers of different widths, which cannot be cut: use "
+            "tensor_parallel=1, or serve it with sglang or vllm"
+        )
     counts = {"experts": experts} if experts else {}
     if _ATTENTION in plan:
         heads = text.num_attention_heads

@@ -23,6 +23,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.ranks import RankWorker
 from arealite.inference.sequence import SamplingParams
+from arealite.inference.sharding import check_parallel
 from arealite.inference.weights import Staged, WeightSource
 from arealite.utils.process import process_table
 from tests.inference.conftest import (
@@ -291,6 +292,13 @@ def test_indivisible_model_is_rejected_before_a_process_starts(size, words, fold
     config = ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=size, **SETTINGS)
     with pytest.raises(ConfigError, match=words):
         Engine(config)
+
+
+def test_layers_of_different_widths_are_rejected():
+    gemma4 = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig
+    config = gemma4(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(ConfigError, match=r"'gemma4_text' has layers of different widths.*tensor_parallel=1"):
+        check_parallel(config, 2)
 
 
 @pytest.mark.slow  # starts two processes, one after the other
