@@ -10,7 +10,8 @@ from arealite.algo import logprobs
 from arealite.algo.logprobs import token_logprobs
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import PPOActorConfig
-from arealite.api.io_struct import Stat
+from arealite.api.io_struct import SaveLoadMeta, Stat
+from arealite.engine.fsdp.optimizer import load_moment
 from arealite.engine.fsdp.shared_prefix import plan_piece
 from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -142,6 +143,43 @@ def test_replicated_weights_are_rounded_alike(model_dirs, two_ranks, optimizer):
     one, two = two_ranks.run(_replicated_weights, model_dirs["qwen3"], optimizer)
     assert one == two
     assert "model.norm.weight" in one and "model.layers.0.self_attn.q_norm.weight" in one
+
+
+def _moments(rank, path, layout, saved, folder):
+    """Return 8-bit moments of a matrix whose rows are cut, loaded from `saved` or after a step; save them."""
+    engine = FSDPLMEngine(engine_config(path), AllocationMode.from_str(layout).train)
+    engine.config.optimizer.type = "adamw_8bit"
+    engine.initialize(SPEC)
+    if saved is None:
+        engine.train_lm(random_batch(LENGTHS))
+    else:
+        engine.load(SaveLoadMeta(f"{folder}/{saved}", "dcp", with_optim=True))
+    engine.save(SaveLoadMeta(f"{folder}/{layout}-{saved}", "dcp", with_optim=True))
+    parameter = engine.model.get_parameter("model.layers.0.self_attn.o_proj.weight")
+    state = engine.optimizer.state[parameter]
+    moments = [load_moment(state, key).tolist() for key in ("exp_avg", "exp_avg_sq")]
+    return moments, engine.train_lm(random_batch(LENGTHS))["loss"]
+
+
+def test_8_bit_moments_load_with_another_layout(model_dirs, two_ranks, tmp_path):
+    """A tensor rank's part of a row has its own blocks: 16 values here, where one rank has 32."""
+    path, folder = model_dirs["qwen2"], str(tmp_path)
+
+    def on_two(saved):
+        parts, losses = zip(*two_ranks.run(_moments, path, "t2", saved, folder), strict=True)
+        return torch.cat([torch.tensor(part) for part in parts], dim=-1), losses[0]
+
+    def on_one(saved):
+        moments, loss = _moments(0, path, "d1", saved, folder)
+        return torch.tensor(moments), loss
+
+    for make, load, layouts in ((on_one, on_two, ("d1", "t2")), (on_two, on_one, ("t2", "d1"))):
+        moments, loss = make(None)
+        found, again = load(f"{layouts[0]}-None")
+        assert moments.any() and torch.equal(found, moments)
+        assert again == pytest.approx(loss, rel=1e-5)
+        # Smaller blocks stay, and load again.
+        assert torch.equal(make(f"{layouts[1]}-{layouts[0]}-None")[0], moments)
 
 
 def test_ring_hops_depend_on_the_longest_reach_of_sequences():

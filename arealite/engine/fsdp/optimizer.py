@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from arealite.api.cli_args import OptimizerConfig
 from arealite.engine.fsdp.expert_parallel import is_expert
-from arealite.engine.fsdp.parallel import Layout, local
+from arealite.engine.fsdp.parallel import Layout, local, slice_of
 
 # Entries along the last dimension that share a scale.
 _BLOCK = 128
@@ -168,11 +168,21 @@ def _place(parameter: torch.Tensor) -> list[int]:
     return [index for index, placement in places if not placement.is_replicate()]
 
 
-def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
+def fit_scales(parameter: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of scales saved with other blocks; a cut block becomes two of one scale."""
+    block = parameter.shape[-1] // saved.shape[-1]
+    part = math.gcd(block, local(parameter).shape[-1])
+    scales = _zero_scales(parameter, part)
+    local(scales).copy_(slice_of(scales, saved.repeat_interleave(block // part, dim=-1)))
+    return scales
+
+
+def _zero_scales(parameter: torch.Tensor, block: int | None = None) -> torch.Tensor:
     """Return one zero per block of a row, placed like the parameter and shorter in the last dimension."""
     mine = local(parameter)
-    block = math.gcd(mine.shape[-1], _BLOCK)
-    block = block if block >= 32 else mine.shape[-1]
+    if block is None:
+        block = math.gcd(mine.shape[-1], _BLOCK)
+        block = block if block >= 32 else mine.shape[-1]
     scales = mine.new_zeros(*mine.shape[:-1], mine.shape[-1] // block, dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return scales

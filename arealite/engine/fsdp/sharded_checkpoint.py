@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, own_buffers, raise_on_all_ranks, replace_folder
+from arealite.engine.fsdp.optimizer import fit_scales
 from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
 
@@ -89,6 +90,8 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     # Parameters without a step so far (all rewards were equal) have no optimizer state in the checkpoint.
     stepped = {key.split("/")[1] for key in metadata if key.startswith("optim/")}
     state = {k: v for k, v in state.items() if k in metadata or not _may_lack(k, stepped)}
+    resized = _other_scales(state, metadata)
+    state |= resized
     _check_shapes(path, state, metadata)
     try:
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
@@ -102,7 +105,17 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
         for name, parameter in engine.model.named_parameters():
             if name not in stepped:
                 engine.optimizer.state.pop(parameter, None)
+            for key in engine.optimizer.state.get(parameter, {}):
+                if (scales := resized.get(f"optim/{name}/{key}")) is not None:
+                    engine.optimizer.state[parameter][key] = fit_scales(parameter, scales)
         _restore_training_state(engine, state)
+
+
+def _other_scales(state: State, metadata: dict) -> State:
+    """Return tensors for scales of 8-bit moments that were saved with other blocks: with another `t`."""
+    sizes = {n: metadata[n].size for n in state if n.startswith("optim/") and n.endswith("_scale") and n in metadata}
+    sizes = {n: size for n, size in sizes.items() if size[:-1] == state[n].shape[:-1] and size != state[n].shape}
+    return {n: torch.empty(size, device=local(state[n]).device) for n, size in sizes.items()}
 
 
 def _check_shapes(path: str, state: State, metadata: dict) -> None:
