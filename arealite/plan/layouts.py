@@ -73,7 +73,7 @@ class Layout:
         check_experts("of this model", model.experts, mode.train)
         layout = cls(mode, model, gpu, max_running, prox_logp)
         if layout.indivisible:
-            raise AllocationError(f"--layout {text}: {layout.indivisible}; use a divisor of it, or t1 and more of d")
+            raise AllocationError(f"--layout {text}: {layout.indivisible}; use a smaller one that does, and more of d")
         return layout
 
     @property
@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def indivisible(self) -> str:
-        """What of the model its tensor ranks cannot divide; empty if all can be divided."""
+        """What of the model its tensor ranks or pipeline stages cannot divide; empty if all can be divided."""
         size = self.model
         everywhere = {"attention heads": size.heads, "intermediate size": 0 if size.experts else size.inner}
         # Servers of SGLang and vLLM copy key-value heads, and divide each expert.
@@ -104,6 +104,8 @@ class Layout:
             for what, count in counts.items():
                 if count % tensor:
                     return f"t{tensor} of the {side} does not divide the model's {what} ({count})"
+        if self.train.pipeline > size.layers:
+            return f"p{self.train.pipeline} needs as many layers, but the model has {size.layers}"
         return ""
 
     def batch_problem(self, prompts: int) -> str:

@@ -155,6 +155,7 @@ def test_layouts_whose_tensor_ranks_cannot_divide_the_model_are_neither_found_no
         ("sglang.d1t8+d1", r"t8 of the servers .* attention heads \(12\)"),
         ("sglang.d1+d1t4", r"t4 of the trainers .* key-value heads \(2\)"),
         ("embedded.d1t4+d1", r"t4 of the servers .* key-value heads \(2\)"),
+        ("sglang.d1+d1p40", "p40 needs as many layers, but the model has 28"),
     ):
         with pytest.raises(AllocationError, match=message):
             Layout.parse(layout, size, GPUS["H100"])
