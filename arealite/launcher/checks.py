@@ -11,11 +11,12 @@ from pathlib import Path
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.backends import BACKENDS
 from arealite.api.dataset_args import DATA_FILES, GENERATED
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.script_check import check_source, rehearse
 from arealite.launcher.servers import check_installed
+from arealite.utils.memory.model_size import read_model_size
 from arealite.utils.model_config import check_layout_of, check_model
 
 
@@ -33,6 +34,7 @@ def check_job(job: Job, servers_run_here: bool) -> None:
             check_model(path)
             if mode.train is not None and key in config.stages_per_rank:
                 check_layout_of(path, mode.train, config.stages_per_rank[key], key in config.low_bit_paths)
+                _check_tensor(path, mode.train.tensor)
         except ConfigError as error:
             raise type(error)(f"{key}: {error}") from error
     for key, path in config.dataset_paths.items():
@@ -70,6 +72,15 @@ def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
     if config.server_addrs and config.launcher.max_servers:
         raise ConfigError(
             "launcher.max_servers adds servers, but rollout.server_addrs names running ones: set only one"
+        )
+
+
+def _check_tensor(path: str, tensor: int) -> None:
+    """Raise if tensor ranks cannot divide the model; what a hub name holds may not be known yet."""
+    size = read_model_size(path) if tensor > 1 else None
+    if size is not None and (part := size.undivided(tensor)):
+        raise AllocationError(
+            f"t{tensor} does not divide the model's {part}: use a divisor of it, or t1 and more of d or c"
         )
 
 

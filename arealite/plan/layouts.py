@@ -94,18 +94,12 @@ class Layout:
     @property
     def indivisible(self) -> str:
         """What of the model its tensor ranks or pipeline stages cannot divide; empty if all can be divided."""
-        size = self.model
-        everywhere = {"attention heads": size.heads, "intermediate size": 0 if size.experts else size.inner}
-        # Servers of SGLang and vLLM copy key-value heads, and divide each expert.
-        divided = everywhere | {"key-value heads": size.kv_heads, "experts": size.experts}
-        of_servers = divided if self.mode.gen_backend == "embedded" else everywhere
-        sides = (("servers", self.gen.tensor, of_servers), ("trainers", self.train.tensor, divided))
-        for side, tensor, counts in sides:
-            for what, count in counts.items():
-                if count % tensor:
-                    return f"t{tensor} of the {side} does not divide the model's {what} ({count})"
-        if self.train.pipeline > size.layers:
-            return f"p{self.train.pipeline} needs as many layers, but the model has {size.layers}"
+        is_copied = self.mode.gen_backend != "embedded"
+        for side, tensor, copies in (("servers", self.gen.tensor, is_copied), ("trainers", self.train.tensor, False)):
+            if part := self.model.undivided(tensor, copies):
+                return f"t{tensor} of the {side} does not divide the model's {part}"
+        if self.train.pipeline > self.model.layers:
+            return f"p{self.train.pipeline} needs as many layers, but the model has {self.model.layers}"
         return ""
 
     def batch_problem(self, prompts: int) -> str:

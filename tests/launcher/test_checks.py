@@ -108,6 +108,11 @@ def test_layouts_that_do_not_fit_the_model(refused, work):
     refused(r"actor\.path: .*'gpt2' cannot be divided into 2 pipeline stages", path, mode="p2")
     (work / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 6}))
     refused(r"actor\.path: .*e·t = 4 ranks, but the model has 6", path, mode="d4e4")
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes = {"model_type": "qwen2", "vocab_size": 100, "hidden_size": 56, "intermediate_size": 112}
+    (work / "model" / "config.json").write_text(json.dumps(sizes | heads))
+    refused(r"actor\.path: t4 does not divide the model's attention heads \(14\)", path, mode="t4")
+    refused(r"actor\.path: t7 does not divide the model's key-value heads \(2\)", path, mode="t7")
 
 
 def test_layers_in_low_bits(refused, work):

@@ -118,6 +118,15 @@ class ModelSize:
     def key_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    def undivided(self, tensor: int, copies_keys: bool = False) -> str:
+        """Return what so many tensor ranks cannot divide; empty if they can divide all.
+
+        `copies_keys`: SGLang and vLLM copy key-value heads, and divide each expert.
+        """
+        counts = {"attention heads": self.heads, "intermediate size": 0 if self.experts else self.inner}
+        counts |= {} if copies_keys else {"key-value heads": self.kv_heads, "experts": self.experts}
+        return next((f"{what} ({count})" for what, count in counts.items() if count % tensor), "")
+
     def with_scalar_head(self) -> "ModelSize":
         """Return the sizes of a critic or reward model: its head has one row, so an untied one is not there."""
         return self if self.is_tied else replace(self, parameters=self.parameters - self.embedding, is_tied=True)
