@@ -48,8 +48,11 @@ class OptimizerConfig(Section):
 
 
 def untrainable_target(name: str) -> str:
-    """Return the message for a target whose adapter no gradient reaches."""
-    return f"lora_targets: adapters of {name} cannot be trained; leave out the head and the embedding of the model"
+    """Return the message for a target whose adapter no gradient reaches, or servers cannot merge."""
+    return (
+        f"lora_targets: adapters of {name} cannot be trained; leave out the head and the embedding of the model, and "
+        "the layers of experts and routers"
+    )
 
 
 @dataclass

@@ -11,6 +11,7 @@ from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.inference.adapters import read_adapter
 from arealite.utils import distributed
 from arealite.utils.data import select_rows
 from arealite.weights.sync import make_transport
@@ -36,8 +37,9 @@ def logp_of(model):
     return torch.nn.functional.pad(found, (1, 0))
 
 
-def test_adapters_learn_and_load_in_peft_and_servers(model_dirs, tmp_path):
-    path = model_dirs["qwen2"]
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_adapters_learn_and_load_in_peft_and_servers(model_dirs, tmp_path, kind):
+    path = model_dirs[kind]
     engine = lora_engine(path)
     base = AutoModelForCausalLM.from_pretrained(path)
     frozen = dict(base.named_parameters())
@@ -49,6 +51,7 @@ def test_adapters_learn_and_load_in_peft_and_servers(model_dirs, tmp_path):
     assert (expected - logp_of(base)[mask]).abs().max() > 0.05
 
     engine.save(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
+    assert len(read_adapter(tmp_path / "adapter").layers) >= 8
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logp_of(adapted)[mask], expected, atol=1e-4, rtol=1e-4)
 
@@ -59,6 +62,12 @@ def test_adapters_learn_and_load_in_peft_and_servers(model_dirs, tmp_path):
     fresh = lora_engine(path, steps=0)
     fresh.load(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
     assert torch.equal(fresh.forward(BATCH)["logp"][mask], expected)
+
+
+def test_adapters_of_experts_and_routers_are_refused(model_dirs):
+    for targets in (["gate_proj", "up_proj"], ["down_proj", "q_proj"], ["gate"]):
+        with pytest.raises(ConfigError, match=r"lora_targets: adapters of .* cannot be trained; leave out .* experts"):
+            lora_engine(model_dirs["qwen3_moe"], steps=0, lora_targets=targets)
 
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (4, 1.0), (1, 0.25)])

@@ -18,8 +18,11 @@ from arealite.api.errors import ConfigError
 from arealite.api.train_args import untrainable_target
 from arealite.engine.fsdp.parallel import whole
 from arealite.utils.decoders import has_vision, language_model
+from arealite.utils.routing import num_experts
 
 _ADAPTER = "default"
+# PEFT takes them for those of older transformers, where experts were modules, also in shared experts.
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Name of the scalar head in models for sequence classification.
 _HEAD = "score"
 
@@ -36,7 +39,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         lora_alpha=config.lora_alpha or 2 * config.lora_rank,
         lora_dropout=0.0,
         bias="none",
-        target_modules=targets if config.lora_targets else "all-linear",
+        target_modules=targets if config.lora_targets else _all_targets(model),
         exclude_modules=_frozen_towers(model, config),
         task_type="SEQ_CLS" if hasattr(model, _HEAD) else "CAUSAL_LM",
     )
@@ -47,7 +50,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         raise ConfigError(
             f"lora_targets={list(config.lora_targets)} fits no layer of the model: choose from {sorted(names)}"
         ) from error
-    _check_targets(model, config)
+    _check_targets(model, settings)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or _is_head(name))
     if has_vision(model.config) and not config.freeze_vision:
@@ -55,14 +58,22 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         model.enable_input_require_grads()
 
 
-def _check_targets(model: PreTrainedModel, config: TrainEngineConfig) -> None:
-    """Reject adapters that no gradient would reach.
+def _all_targets(model: PreTrainedModel) -> str | list[str]:
+    """Return the linear layers; of mixtures without the names by which PEFT adapts experts and routers."""
+    if not num_experts(model.config):
+        return "all-linear"
+    names = {n.rpartition(".")[2] for n, m in language_model(model).base_model.named_modules() if type(m) is nn.Linear}
+    return sorted(names - _OF_EXPERTS)
+
+
+def _check_targets(model: PreTrainedModel, settings: Any) -> None:
+    """Reject adapters that no gradient would reach, or that servers do not merge: those of experts.
 
     Log-probs are computed from the weight of the head in chunks, not by calling it. Adapters of embeddings have other
     names, which servers do not read.
     """
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if module is head and hasattr(module, "lora_A")]
+    head, names = model.get_output_embeddings(), sorted(settings.target_parameters or ())
+    names += [name for name, module in model.named_modules() if module is head and hasattr(module, "lora_A")]
     names += [
         name.partition(".lora_embedding_")[0] for name, _ in model.named_parameters() if "lora_embedding_" in name
     ]
