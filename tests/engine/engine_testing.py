@@ -10,6 +10,7 @@ from multiprocessing.connection import Client, Listener, wait
 
 import torch
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     GemmaConfig,
@@ -57,6 +58,8 @@ MODELS = {
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
     # Scales what it looks up in the embedding.
     "gemma": lambda: GemmaConfig(**_SIZE, head_dim=8),
+    # Its activation has parameters.
+    "apertus": lambda: ApertusConfig(**_SIZE),
 }
 # Models with randomness in training mode: dropout, layer drop, router noise.
 NOISY_MODELS = {

@@ -136,6 +136,7 @@ def _losses(rank, path, layout, steps):
         ("qwen3_moe", "t2", 3),  # each rank has half of the experts
         pytest.param("llama", "t2", 3, marks=pytest.mark.slow),
         ("gemma", "t2", 3),
+        ("apertus", "t2", 3),
         # Keys and values of other sizes go round a ring.
         ("deepseek_three_heads", "c2", 3),
     ],

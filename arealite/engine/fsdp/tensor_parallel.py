@@ -26,7 +26,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
     """Split `model`; return the names of replicated parameters whose gradients are partial.
 
-    Per-head norms see only this rank's heads, so their gradients must be summed over the tensor group.
+    Per-head norms see only this rank's heads, activations with parameters (Apertus) only its part of the inner width:
+    their gradients must be summed over the tensor group.
     """
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     partial: set[int] = set()
@@ -38,7 +39,7 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
             parallelize_module(module, layout.mesh["tp"], styles[style]())
         elif style == "moe_tp_experts" and layout.experts is None:
             _distribute_experts(module, layout)
-        elif style == "replicated_with_grad_allreduce":
+        elif style == "replicated_with_grad_allreduce" or name.endswith(".act_fn"):
             partial |= set(map(id, module.parameters()))
     _split_vocabulary(model, layout)
     return [name for name, parameter in model.named_parameters() if id(parameter) in partial]
