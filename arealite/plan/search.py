@@ -88,7 +88,8 @@ def search(
 ) -> list[Candidate]:  # fmt: skip
     """Return the best layouts, the fastest first."""
     fitting: list[tuple[float, Layout, Setup, Memory]] = []
-    problems: list[str] = []
+    # With the memory that the larger side needs: the least is nearest to fitting.
+    problems: list[tuple[float, str]] = []
     for mode in _modes(num_gpus, backend, model.experts):
         layout = Layout(mode, model, gpu, max_running, prox_logp)
         if workload.prompts < layout.train.data or layout.indivisible:
@@ -96,12 +97,14 @@ def search(
         memory = layout.memory(workload)
         if memory.problem or memory.cache_tokens < workload.longest_sequence:
             cache = f"the KV cache of a server holds {memory.cache_tokens:,.0f} tokens, not the longest sequence"
-            problems.append(f"{layout.name}: {memory.problem or cache}")
+            needed = max(memory.server_gib, memory.trainer_gib)
+            problems.append((needed, f"The nearest is {layout.name}: {memory.problem or cache}"))
             continue
         setup, _ = make_setup(layout, workload, rollout)
         fitting.append((ideal_step_s(setup), layout, setup, memory))
     if not fitting:
-        why = problems[0] if problems else f"{workload.prompts} prompts are fewer than the trainer's replicas"
+        why = f"{workload.prompts} prompts are fewer than the trainer's replicas"
+        why = min(problems)[1] if problems else why
         raise ConfigError(
             f"no layout of this model fits on {num_gpus} x {gpu.name}. {why}. Use more or larger GPUs, or a smaller "
             "model"
