@@ -178,7 +178,8 @@ def test_a_layout_names_the_batch_sizes_that_its_replicas_can_share(capsys):
 
 
 def test_models_that_fit_nowhere_are_refused():
-    with pytest.raises(ConfigError, match=r"no layout of this model fits on 4 x RTX4090. The nearest is sglang.d1\+d3: .*needs \d+ GiB"):
+    nearest = r"no layout of this model fits on 4 x RTX4090. The nearest is sglang.d1\+d3: .*needs \d+ GiB"
+    with pytest.raises(ConfigError, match=nearest):
         search(4, find_model("72B"), GPUS["RTX4090"], CONSTANT, ROLLOUT, "sglang")
     with pytest.raises(ConfigError, match=r"sglang.d1\+d1 does not fit on A10: a server needs 28 GiB"):
         make_setup(Layout.parse("sglang.d1+d1", find_model("14B"), GPUS["A10"]), CONSTANT, ROLLOUT)
