@@ -17,6 +17,8 @@ of the turn that sampled each token. All rows of a sample have its reward in `re
 
 from __future__ import annotations
 
+import itertools
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -57,6 +59,14 @@ class Stat(NamedTuple):
 OnTokens = Callable[[int, int, list[int], list[float]], None]
 
 
+_PROCESS, _NUMBERS = uuid.uuid4().hex[:16], itertools.count()
+
+
+def _new_rid() -> str:
+    """Return an id that no other request has; a forked process has the same prefix and another pid."""
+    return f"{_PROCESS}-{os.getpid()}-{next(_NUMBERS)}"
+
+
 @dataclass
 class ModelRequest:
     """A request to continue `input_ids`. `seed` makes its sampling reproducible.
@@ -70,7 +80,7 @@ class ModelRequest:
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rid: str = field(default_factory=_new_rid)
     seed: int | None = None
     images: list[bytes] = field(default_factory=list[bytes])
     image_spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])

@@ -59,7 +59,8 @@ class Trace:
         times["time/step"] = now - self._last_take
         times |= self._cpu.take()
         self._seconds, self._last_take = {}, now
-        self.flush()
+        if now - self._last_write > _WRITE_INTERVAL_S:
+            self.flush()
         return times
 
     def flush(self) -> None:
