@@ -148,7 +148,8 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
     if is_rl:
         defaults |= _RL | (_RL_ON_GPU if on_gpu else _RL_ON_CPU)
         defaults |= {"server.device": device} if device != "auto" else {}
-        if on_gpu and given.get("actor.algorithm", "grpo") == "grpo":
+        is_plain_grpo = given.get("actor.algorithm", "grpo") == "grpo" and given.get("actor.loss", "clip") == "clip"
+        if on_gpu and is_plain_grpo:
             defaults["actor.prox_logp"] = "interpolate"
         defaults |= _implied(given, int(given.get("gconfig.max_new_tokens", defaults["gconfig.max_new_tokens"])))
     if _needs_reference(given, cls) and given.get("ref.path") is None:

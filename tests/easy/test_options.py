@@ -71,6 +71,10 @@ def test_defaults_of_a_gpu_are_those_of_the_gsm8k_config(monkeypatch):
     assert (config.actor.dtype, config.train_dataset.batch_size, config.gconfig.n_samples) == ("bfloat16", 64, 8)
     assert config.rollout.weight_update == "auto" and config.actor.optimizer.beta2 == 0.999
     assert make(**{"actor.device": "cpu"}).actor.dtype == "float32"
+    assert config.actor.prox_logp == "interpolate"
+    # Other objectives have been measured with exact proximal log-probs; M2PO needs them.
+    for options in ({"actor.algorithm": "m2po"}, {"loss_type": "cispo", "epsilon_high": 2.0}):
+        assert make(**options).actor.prox_logp == "first_pass"
 
 
 def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
