@@ -3,9 +3,9 @@
     python benchmark/demo.py [--runs 3] [--trl-python PATH]
 
 All start from the same supervised weights and use the same batch, group size, learning rate, clipping and number of
-optimizer steps. Runs alternate, so that other load on the machine affects all. CPU seconds are those of all processes
-of a run, with their start; other load changes them little. Prints a table of medians and one JSON line. `--trl-python`
-names an interpreter that has TRL. Without it TRL is left out, unless this interpreter has it.
+optimizer steps; each run has its own seed. Runs alternate, so that other load on the machine affects all. CPU seconds
+are those of all processes of a run, with their start; other load changes them little. Prints a table of medians and one
+JSON line. `--trl-python` names an interpreter that has TRL. Without it TRL is left out, unless this interpreter has it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SAMPLES_PER_STEP = 64 * 8
 ETA = {"asynchronous": 2, "synchronous": 0}
 
 
-def run_arealite(name: str, model: Path, work: Path) -> list[tuple[float, float]]:
+def run_arealite(name: str, model: Path, work: Path, seed: int) -> list[tuple[float, float]]:
     """Run once through the launcher. Returns (seconds so far, reward) of each step."""
     command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / "reverse_grpo.py")]
     command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={model}"]
     command += [f"rollout.max_head_offpolicyness={ETA[name]}", f"cluster.fileroot={work}"]
-    command += [f"trial_name={name}", "stats_logger.console=false"]
+    command += [f"trial_name={name}", f"seed={seed}", "stats_logger.console=false"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=900)
     curve, seconds = [], 0.0
     for line in (work / "demo" / name / "stats.jsonl").read_text().splitlines():
@@ -48,12 +48,12 @@ def run_arealite(name: str, model: Path, work: Path) -> list[tuple[float, float]
     return curve
 
 
-def run_trl(python: str, model: Path, work: Path) -> list[tuple[float, float]]:
+def run_trl(python: str, model: Path, work: Path, seed: int) -> list[tuple[float, float]]:
     """Run TRL once in a process of its own. Returns (seconds so far, reward) of each step."""
     out = work / "trl.jsonl"
     script = Path(__file__).with_name("trl_reverse.py")
     log = (work / "trl.log").open("w")
-    subprocess.run([python, script, model, out], check=True, timeout=900, stdout=log, stderr=log)
+    subprocess.run([python, script, model, out, str(seed)], check=True, timeout=900, stdout=log, stderr=log)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     return [(row["seconds"], row["reward"]) for row in rows]
 
@@ -83,24 +83,25 @@ def main() -> None:
         work = Path(folder)
         make_model(work / "random", seed=1)
         supervise(work / "random", work / "model", seed=1)
-        for _ in range(args.runs):
+        for seed in range(1, args.runs + 1):
             for name in names:
                 before = cpu_seconds_of_children()
                 if name == "TRL":
-                    curves[name].append(run_trl(args.trl_python, work / "model", work))
+                    curves[name].append(run_trl(args.trl_python, work / "model", work, seed))
                 else:
-                    curves[name].append(run_arealite(name, work / "model", work))
+                    curves[name].append(run_arealite(name, work / "model", work, seed))
                 cpu_seconds[name].append(cpu_seconds_of_children() - before)
     result = {}
     for name, runs in curves.items():
         result[name] = {
             "seconds_to_0.9": [round(seconds_to_goal(run), 1) for run in runs],
+            "steps_to_0.9": [sum(when <= seconds_to_goal(run) for when, _ in run) for run in runs],
             "total_seconds": [round(run[-1][0], 1) for run in runs],
             "cpu_seconds": [round(seconds, 1) for seconds in cpu_seconds[name]],
             "samples_per_s": [round(len(run) * SAMPLES_PER_STEP / run[-1][0]) for run in runs],
             "final_reward": [round(statistics.mean(r for _, r in run[-5:]), 3) for run in runs],
         }
-    columns = ["seconds_to_0.9", "total_seconds", "cpu_seconds", "samples_per_s", "final_reward"]
+    columns = ["seconds_to_0.9", "steps_to_0.9", "total_seconds", "cpu_seconds", "samples_per_s", "final_reward"]
     print_table(
         ["median of runs", *columns],
         [[name, *(f"{statistics.median(row[c]):g}" for c in columns)] for name, row in result.items()],

@@ -1,6 +1,6 @@
 """Train the demo's task with TRL's GRPOTrainer and the demo's settings. benchmark/demo.py runs it in a process.
 
-    python benchmark/trl_reverse.py MODEL_FOLDER OUT.jsonl
+    python benchmark/trl_reverse.py MODEL_FOLDER OUT.jsonl [SEED]
 
 Writes one line per generation batch: {"seconds": since train() began, "reward": mean}.
 """
@@ -23,7 +23,7 @@ from reverse import make_rows
 NUM_PROMPTS, GROUP_SIZE, MINIBATCHES, GENERATIONS = 64, 8, 2, 120
 
 
-def main(model_folder: str, out_path: str) -> None:
+def main(model_folder: str, out_path: str, seed: str = "1") -> None:
     # One process for training and generation: it gets both cores.
     torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
@@ -47,7 +47,7 @@ def main(model_folder: str, out_path: str) -> None:
         temperature=1.0,
         learning_rate=4e-4,
         lr_scheduler_type="linear",
-        warmup_steps=5 * MINIBATCHES,
+        warmup_steps=6 * MINIBATCHES,
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -60,7 +60,7 @@ def main(model_folder: str, out_path: str) -> None:
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
-        seed=1,
+        seed=int(seed),
     )
     trainer = GRPOTrainer(
         model,
