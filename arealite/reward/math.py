@@ -44,6 +44,8 @@ _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\
 _NO_MEANING = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\degree|\\[()\[\]]|\\displaystyle"
 )
+# Between the rows of a matrix. The space behind it is none of the commands for spaces, which begin with `\\` too.
+_ROW_END = re.compile(r"\\\\(?:\[-?[\d.]+ ?[a-z]{2}\])?")
 _REPLACED = (
     ("{,}", ","), (",\\!", ","), ("−", "-"), ("–", "-"), ("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("·", "*"),
     ("÷", "/"), ("π", "\\pi "), ("∞", "\\infty "), ("≤", "\\le "), ("≥", "\\ge "), (">=", "\\ge "), ("<=", "\\le "),
@@ -154,7 +156,8 @@ def _tidy(text: str) -> str:
     text = text.strip("* \t\r\n")
     for old, new in _REPLACED:
         text = text.replace(old, new)
-    text = re.sub(r"\\[,;: ]|\s+|~", " ", _NO_MEANING.sub("", text)).strip().rstrip(".,;: ")
+    rows = (re.sub(r"\\[,;: ]|\s+|~", " ", _NO_MEANING.sub("", row)).strip() for row in _ROW_END.split(text))
+    text = r"\\".join(rows).rstrip(".,;: ")
     return re.sub(r"^(?:\\approx|approximately|about)\s*", "", text)
 
 

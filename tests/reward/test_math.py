@@ -102,6 +102,8 @@ def reward(completion: str, answer: str) -> float:
         ("The answer is \\( 18 \\).", "18"),
         ("The answer is $2\\sqrt{3}$.", "2\\sqrt{3}"),
         ("The answer is $2x + 3$.", "2x+3"),
+        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        (r"\boxed{\begin{pmatrix} 1 & 0.5 \\[2pt] 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&\frac12\\3&4\end{pmatrix}"),
     ],
 )
 def test_right_answers_in_other_spellings(completion, answer):
@@ -140,6 +142,8 @@ def test_right_answers_in_other_spellings(completion, answer):
         ("The answer is $\\sqrt{2}$", "2"),
         ("The answer is $3\\pi$", "3"),
         ("The answer is $2^{10}$", "2"),
+        (r"\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        (r"\boxed{\begin{pmatrix} 3 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ],
 )
 def test_wrong_answers_get_no_reward(completion, answer):
