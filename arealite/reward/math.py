@@ -63,6 +63,9 @@ _WITH_UNIT = re.compile(
 )
 # What may stand left of `=` for the answer to be right of it: a name (`x`, `f(x)`, `\angle A`), or numbers (`5 + 3`).
 _NAME_OR_SUM = re.compile(r"[^\d,;<>!+*/^-]*(?:\(\w+\)|\d+|_\{?\w+\}?)?|[^A-Za-z;<>!]*")
+# Solutions of one equation (`x = 2 or x = 3`, `x_1 = 2, x_2 = 3`), and what stands between them.
+_SOLUTION = re.compile(r"([A-Za-z])(?:_\{?\w+\}?)?\s*=([^=]+)")
+_JOINT = re.compile(r"(?:\s|\\q?quad)*(?:,\s*(?:and\b|or\b)?|\b(?:and|or)\b)(?:\s|\\q?quad)*")
 _SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:text|le|ge)")
 
 
@@ -139,7 +142,14 @@ def _value(cleaned: str) -> Fraction | None:
 
 
 def _without_name(cleaned: str) -> str | None:
-    """Return the right side of `x = …` or `5 + 3 = …`; None if the left is neither a name nor a sum."""
+    """Return the right side of `x = …` or `5 + 3 = …`; None if the left is neither a name nor a sum.
+
+    Of several solutions for one name, return the list of their right sides.
+    """
+    solutions = [_SOLUTION.fullmatch(part) for part in _JOINT.split(_TEXT.sub(r" \1 ", cleaned).strip())]
+    names = {found and found[1] for found in solutions}
+    if len(solutions) > 1 and len(names) == 1 and None not in names:
+        return ", ".join(found[2].strip() for found in solutions if found)
     *left, right = cleaned.split("=")
     if left and (not _NAME_OR_SUM.fullmatch(left[0].strip()) or any(_SEVERAL.search(part) for part in left)):
         return None

@@ -104,6 +104,9 @@ def reward(completion: str, answer: str) -> float:
         ("The answer is $2x + 3$.", "2x+3"),
         (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
         (r"\boxed{\begin{pmatrix} 1 & 0.5 \\[2pt] 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&\frac12\\3&4\end{pmatrix}"),
+        (r"\boxed{x = 2 \text{ or } x = -2}", "-2, 2"),
+        (r"\boxed{x_1 = \frac{1}{2},\quad x_2 = 3}", "0.5, 3"),
+        (r"\boxed{2, 3}", "x=2 or x=3"),
     ],
 )
 def test_right_answers_in_other_spellings(completion, answer):
@@ -126,6 +129,7 @@ def test_right_answers_in_other_spellings(completion, answer):
         ("\\boxed{18 apples and 20 pears}", "18"),
         ("\\boxed{x=18, y=20}", "20"),
         ("\\boxed{x=18 or x=20}", "20"),
+        ("\\boxed{x=18, y=20}", "18, 20"),
         ("\\boxed{2x = 18}", "18"),
         ("\\boxed{x >= 18}", "18"),
         ("\\boxed{18x}", "18"),
