@@ -33,10 +33,11 @@ _VARIABLE = (
     r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
     r"(?:(?=[\d^_(])|(?=\s*[-+*/=<>])|(?<=[\d)}\](\{^_*/+=-].)|(?<=[-+*/=]\s.)|(?<=\{.))"
 )
-# A formula outside `$…$`: a run of numbers, operators, brackets, commands and variables, without words.
+# A formula outside `$…$`: a run of numbers, operators, brackets, commands and variables, without words. Chinese,
+# Japanese and Korean write no space before it.
 _RUN = (
-    rf"(?<![\w^\\.{{])(?:{_COMMAND}|\\[^A-Za-z\s$()\[\]]|\\?\$(?=\d)|[€£¥]|\bsqrt(?=\()|(?<=\d):(?=\d)|{_VARIABLE}"
-    r"|[\d^_+\-*/(){}\[\]|!=<>&,.%√π∞²³ \t])+"
+    rf"(?<![A-Za-z\d_\u00c0-\u1fff^\\.{{])(?:{_COMMAND}|\\[^A-Za-z\s$()\[\]]|\\?\$(?=\d)|[€£¥]|\bsqrt(?=\()"
+    rf"|(?<=\d):(?=\d)|{_VARIABLE}|[\d^_+\-*/(){{}}\[\]|!=<>&,.%√π∞²³ \t])+"
 )
 _FORMULA = re.compile(rf"{_DELIMITED}|(?P<run>{_RUN})", re.S)
 _HAS_VALUE = re.compile(r"\d|\\[A-Za-z]|[√π∞]")
@@ -48,19 +49,21 @@ _PREFIX = re.compile(r"^(?:[-+*=,.:]\s+|[=,:*]\s*|\(?[A-Ea-e]\)\s+(?=\S))+")
 _SUFFIX = " \t,.;:=+-*/^_([{<>!&\\"
 
 # Words that every marker contains. Searching them first is faster than a search for the whole patterns.
-_MARKER_WORDS = ("####", "nswer", "NSWER")
+_MARKER_WORDS = ("####", "nswer", "NSWER", "答案")
 _MARKER = re.compile(
     r"(?P<hashes>(?<!\#)\#\#\#\#(?!\#))|(?<=<a)nswer>"
     r"|(?:(?<=[Ff]inal [Aa])nswer|NSWER)\W*\n"
+    r"|答案\W{0,4}(?:[是为]|等于|[:：])[:：]?"
     r"|(?:nswer|NSWER)s?\b\W*(?:(?:to|of|for|in)\b[^.:=\n]{1,80}?)?(?:\b(?:is|are|IS|equals|becomes)\b|[:=])"
 )
 _HEADING = re.compile(r"\s*(?:step\b|\d+[.):]\s+\S)", re.I)
-_STATEMENT_END = re.compile(r"(?<![ap]\.m)[.;](?=\W*(?:\s|$))|\n|</|\bI hope\b")
+_STATEMENT_END = re.compile(r"(?<![ap]\.m)[.;](?=\W*(?:\s|$))|[。；]|\n|</|\bI hope\b")
 _WORD = re.compile(rf"(?:{_COMMAND})|\bsqrt\b|(?P<word>(?<![^\W_])[^\W\d_]{{2,}})")
 # What follows the marker is no answer: "the answer is correct", "the answer is not 12", "the answer is found by …".
 _NO_ANSWER = re.compile(
-    r"\W*(?:(?:also|indeed|therefore|thus|then|still|now|so|clearly)\s+)*(?:not|in|correct|incorrect|right|wrong|found"
-    r"|obtained|calculated|computed|given|derived|verified|confirmed|reasonable|clear|unique|the\s+same|as\s+follows|your)\b",
+    r"\W*(?:正确|错误|不|(?:(?:also|indeed|therefore|thus|then|still|now|so|clearly)\s+)*"
+    r"(?:not|in|correct|incorrect|right|wrong|found|obtained|calculated|computed"
+    r"|given|derived|verified|confirmed|reasonable|clear|unique|the\s+same|as\s+follows|your)\b)",
     re.I,
 )
 _JOINT = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*", re.I)

@@ -56,9 +56,11 @@ _UNIT_WORD = (
     rf"(?!(?:and|or|to|plus|minus|times|over|half|{'|'.join(SCALES)})\b)"
     r"(?:[^\W\d_]{2,}|[mgslhLVWNJKCF]\b)(?: ?\^ ?\{?[23]\}?)?"
 )
+# Units in Chinese, Japanese or Korean (`12个`, `3千克`), without the words that multiply a number.
+_CJK_UNIT = r"(?:(?:(?![十百千万亿萬億半만억])[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|千(?=[米克瓦卡]))+)"
 _WITH_UNIT = re.compile(
     rf"({_NUMBER}(?:{SCALE})?)(?:(?<=\d)(?:[ckm]?m|[km]?g|ml|l|in|ft|lbs?|oz|mph|hrs?|h|mins?|s|st|nd|rd|th|am|pm|[CF])\b(?:\^[23])?"
-    rf"|\s+{_UNIT_WORD}(?:[\s/-]+{_UNIT_WORD})*)",
+    rf"|\s*{_CJK_UNIT}(?:/{_CJK_UNIT})?|\s+{_UNIT_WORD}(?:[\s/-]+{_UNIT_WORD})*)",
     re.I,
 )
 # What may stand left of `=` for the answer to be right of it: a name (`x`, `f(x)`, `\angle A`), or numbers (`5 + 3`).

@@ -107,6 +107,12 @@ def reward(completion: str, answer: str) -> float:
         (r"\boxed{x = 2 \text{ or } x = -2}", "-2, 2"),
         (r"\boxed{x_1 = \frac{1}{2},\quad x_2 = 3}", "0.5, 3"),
         (r"\boxed{2, 3}", "x=2 or x=3"),
+        (r"\boxed{12个}", "12"),
+        (r"\boxed{60千米/小时}", "60"),
+        ("因此，小明有12个苹果。", "12"),
+        ("答案是：-3。验证：3×4=12，共3组。", "-3"),
+        ("答案不是5，而是6。", "6"),
+        ("따라서 정답은 12개입니다", "12"),
     ],
 )
 def test_right_answers_in_other_spellings(completion, answer):
@@ -130,6 +136,9 @@ def test_right_answers_in_other_spellings(completion, answer):
         ("\\boxed{x=18, y=20}", "20"),
         ("\\boxed{x=18 or x=20}", "20"),
         ("\\boxed{x=18, y=20}", "18, 20"),
+        ("\\boxed{3万}", "3"),
+        ("\\boxed{2小时30分}", "2"),
+        ("\\boxed{12厘米}", "12米"),
         ("\\boxed{2x = 18}", "18"),
         ("\\boxed{x >= 18}", "18"),
         ("\\boxed{18x}", "18"),
