@@ -10,7 +10,16 @@ from arealite.reward.extraction import last_boxed, last_tagged
 from arealite.reward.qa import normalize
 
 _LETTER = re.compile(r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,]*", re.I)
-_STATED = re.compile(r"\banswers?\b\W{0,5}(?:is|are|be)?\W{0,5}(?:option |choice )?([A-Za-z])(?![A-Za-z'])", re.I)
+# Behind it stands a letter or the text of a choice.
+_STATED = re.compile(
+    r"(?:\banswers?\b\W{0,5}(?:is\b|are\b|be\b)?|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is\b|:)|答案(?:[是为]|[:：])+)"
+    r"\W{0,5}(?:(?:option|choice) )?",
+    re.I,
+)
+# Not the article in `a village`.
+_STATED_LETTER = re.compile(r"([A-Za-z])(?![A-Za-z'])(?<!\ba(?=\s[a-z]))")
+_SENTENCE = re.compile(r"[^\n.;]{0,300}")
+_TYPESETTING = re.compile(r"\\(?:text\w*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 # Characters at the end of an answer that are searched.
 _TAIL = 2_000
 
@@ -33,17 +42,27 @@ def choice_reward(
 
 def find_choice(completion: str, letters: str = string.ascii_uppercase, texts: Sequence[str] = ()) -> str | None:
     """Return the letter that a completion chooses, or None; `texts` are the normalized choices."""
-    tail = completion[-_TAIL:]
+    tail = _TYPESETTING.sub(r"\1", completion[-_TAIL:])
     tagged = last_tagged(tail)
     if tagged is not None:
         return _letter_of(tagged, letters, texts)
     if boxed := last_boxed(tail):
         return _letter_of(boxed, letters, texts)
-    stated = [letter.upper() for letter in _STATED.findall(tail) if letter.upper() in letters]
-    if stated:
-        return stated[-1]
+    stated = [_stated_letter(tail, marker.end(), letters, texts) for marker in _STATED.finditer(tail)]
+    if chosen := [letter for letter in stated if letter]:
+        return chosen[-1]
     lines = tail.strip().splitlines()
     return _letter_of(lines[-1], letters, texts) if lines else None
+
+
+def _stated_letter(text: str, start: int, letters: str, texts: Sequence[str]) -> str | None:
+    """Return the letter at `start`, or of the choice that the rest of the sentence repeats."""
+    sentence = _SENTENCE.match(text, start)
+    words = normalize(sentence[0]) if sentence else ""
+    if words in texts:
+        return letters[list(texts).index(words)]
+    found = _STATED_LETTER.match(text, start)
+    return found[1].upper() if found and found[1].upper() in letters else None
 
 
 def _letter_of(text: str, letters: str, texts: Sequence[str]) -> str | None:

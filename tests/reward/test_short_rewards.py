@@ -26,11 +26,14 @@ CITIES = ["Paris", "The Hague", "Berlin", "A village"]
     [
         ("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"), ("**B**", "B"), ("B) The Hague", "B"), ("B: it is", "B"),
         ("I think so.\nThe answer is B.", "B"), ("Answer: (C)", "C"), ("the answer is **C**", "C"),
-        (r"so \boxed{D}", "D"), (r"\boxed{\text{B}}", None), ("<answer> B </answer>", "B"),
+        (r"so \boxed{D}", "D"), (r"\boxed{\text{B}}", "B"), (r"\boxed{\textbf{(C)}}", "C"),
+        ("<answer> B </answer>", "B"),
         ("<answer>the hague</answer>", "B"), ("Hague", "B"), ("Option C", "C"), ("A village", "D"), ("A", "A"),
         ("<answer>A</answer> no, <answer>B</answer>", "B"), ("The answer is A. No: the answer is C", "C"),
         ("A cat sat there", None), ("E", None), ("", None), ("\n\n", None), ("Both A and B are right", None),
         ("Because", None), ("B" * 10**7, None), ("\ud800", None), ("The answer isn't A", None),
+        ("The correct option is (C).", "C"), ("The answer is Berlin.", "C"), ("So the answer is a village", "D"),
+        ("The answer is a cat", None), ("正确答案是C。", "C"), ("The answer is B, as Berlin is not it.", "B"),
     ],
 )  # fmt: skip
 def test_choices(completion, chosen):
