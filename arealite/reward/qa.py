@@ -9,7 +9,7 @@ from arealite.reward.extraction import last_boxed, last_tagged
 
 _IS = re.compile(r"\banswer(?: is|:)\s*(.+)", re.I)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’„«»…–—。，、！？；：（）「」《》")
 
 
 def qa_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str] = "", **data: Any) -> float:

@@ -57,6 +57,8 @@ def test_words_in_common():
     assert f1("", "x") == f1("y", "x") == f1("y", []) == 0.0
     assert f1("y " * 10**6, "y") < 0.01
     assert f1("<answer>" * 10**6 + "y", "y") == f1("<answer>z</answer>" * 10**5, "y") == 0.0
+    assert qa_reward("", "The answer is “Saint Denis”.", [], [], answer="saint denis") == 1.0
+    assert qa_reward("", "The answer is 北京。", [], [], answer="北京") == 1.0
     assert qa_reward("", "<answer>y</answer> or <answer>z</answer>", [], [], answer="z") == 1.0
 
 
