@@ -6,9 +6,10 @@ Rows have tests in one of three layouts:
                   or `prompt`
     MBPP          `test_list` or `tests` (assertions), `test_setup_code` or `test_setup`
     programs      `test_cases`: a list of {"input": …, "output": …}, or `input_output`: {"inputs": […], "outputs": […]};
-                  the program reads stdin, its stdout is compared without regard to spaces at the end of lines
+                  the program reads stdin, its stdout is compared without regard to spaces at the end of lines; with
+                  `fn_name` in `input_output`, that function is called instead, or this method of a class `Solution`
 
-The tests of the first two run in a process of their own (`code_runner.py`), which the solution cannot reach.
+Tests that call functions run in a process of their own (`code_runner.py`), which the solution cannot reach.
 """
 
 import builtins
@@ -26,6 +27,15 @@ from arealite.reward.sandbox import Level, Result, run_python
 
 _LANGUAGES = ("python", "py", "python3")
 _NUMBER_OF_DIGITS = 10
+_CLASS = "Solution"
+# APPS has tuples as lists, and some results in a list of one.
+_SAME = """
+def plain(value):
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+def same(value, wanted):
+    assert plain(value) == wanted or (isinstance(wanted, list) and wanted and plain(value) == wanted[0])
+"""
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,13 @@ class CodeReward:
 
     def __call__(self, prompt: str = "", completion: str = "", *ids: Any, **data: Any) -> float:
         entry_point = data.get("entry_point") or ""
-        code = extract_code(completion, entry_point)
         if cases := _test_cases(data):
+            code = extract_code(completion)
             results = [self._run(code, given).stdout for given, _ in cases]
             passed = sum(_same_lines(stdout, wanted) for stdout, (_, wanted) in zip(results, cases, strict=True))
             return self._score(passed, len(cases))
         tests, setup, tested = _assertions(data, prompt)
+        code = _with_function(extract_code(completion, *(tested or _called(tests)), _CLASS), data)
         if "test" in data:
             code = _complete(_starter(data, prompt, entry_point), code, entry_point)
         source = code.encode(errors="replace").decode()
@@ -74,22 +85,26 @@ class CodeReward:
 code_reward = CodeReward()
 
 
-def extract_code(text: str, name: str = "") -> str:
-    """Return the last fenced block of Python that defines `name`, or the last one, or the text itself.
+def extract_code(text: str, *names: str) -> str:
+    """Return the last fenced block of Python that defines one of `names`, or the last one.
 
-    A block that is not closed ends with the text: the answer was cut.
+    Without any it is the text itself. A block that is not closed ends with the text: the answer was cut.
     """
     blocks = []
-    for block in text.split("```")[1::2]:
+    parts = text.split("```")
+    for before, block in zip(parts[::2], parts[1::2], strict=False):
         language, newline, code = block.partition("\n")
         if newline and language.strip().lower() in ("", *_LANGUAGES):
-            blocks.append(code)
-    defining = [block for block in blocks if name and _defines(block, name)]
+            # In a list the whole block is indented.
+            indent = re.search(r"[ \t]*\Z", before)
+            blocks.append(re.sub(rf"^{indent[0]}", "", code, flags=re.M) if indent and indent[0] else code)
+    defining = [block for block in blocks if any(_defines(block, name) for name in names)]
     return (defining or blocks or [text])[-1]
 
 
 def _defines(code: str, name: str) -> bool:
-    return re.search(rf"^def\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", code, re.M) is not None
+    name = re.escape(name)
+    return bool(name) and re.search(rf"^(?:(?:async\s+)?def|class)\s+{name}\b|^{name}\s*=", code, re.M) is not None
 
 
 def _starter(data: dict[str, Any], prompt: str, entry_point: str) -> str:
@@ -111,8 +126,12 @@ def _assertions(data: dict[str, Any], prompt: str) -> tuple[list[str], str, list
         entry_point = str(data["entry_point"])
         # Names that tests use besides, such as a helper in the prompt.
         return [f"{data['test']}\ncheck({entry_point})"], _starter(data, prompt, entry_point), [entry_point]
+    given = _input_output(data)
+    if name := given.get("fn_name"):
+        pairs = zip(given["inputs"], given["outputs"], strict=True)
+        return [f"same({name}(*{args!r}), {wanted!r})" for args, wanted in pairs], _SAME, [name]
     if tests := data.get("test_list") or data.get("tests"):
-        called = set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", "\n".join(map(str, tests))))
+        called = _called(tests)
         # Tests that call nothing else test a function with the name of a builtin one.
         tested = [] if called - set(dir(builtins)) else sorted(called)
         return [str(test) for test in tests], str(data.get("test_setup_code") or data.get("test_setup") or ""), tested
@@ -122,15 +141,29 @@ def _assertions(data: dict[str, Any], prompt: str) -> tuple[list[str], str, list
     )
 
 
+def _called(tests: Sequence[Any]) -> set[str]:
+    return set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", "\n".join(map(str, tests))))
+
+
 def _test_cases(data: dict[str, Any]) -> list[tuple[str, str]]:
     """Return pairs of input and output for a program, if the row has them."""
     if data.get("test_cases"):
         return [(str(case["input"]), str(case["output"])) for case in data["test_cases"]]
-    given = data.get("input_output")
-    if not given:
+    given = _input_output(data)
+    if not given or given.get("fn_name"):
         return []
-    given = json.loads(given) if isinstance(given, str) else given
     return [(str(a), str(b)) for a, b in zip(given["inputs"], given["outputs"], strict=True)]
+
+
+def _input_output(data: dict[str, Any]) -> dict[str, Any]:
+    given = data.get("input_output") or {}
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def _with_function(code: str, data: dict[str, Any]) -> str:
+    """Return a solution with the function that `input_output` names, if it defines a method instead."""
+    name = _input_output(data).get("fn_name")
+    return f"{code}\n\n{name} = {_CLASS}().{name}\n" if name and not _defines(code, name) else code
 
 
 def _same_lines(given: str, wanted: str) -> bool:

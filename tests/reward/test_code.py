@@ -62,6 +62,20 @@ def test_programs_that_read_and_print():
     assert reward(completion=right, input_output=json.dumps({"inputs": ["1 1"], "outputs": ["2"]})) == 1.0
 
 
+@pytest.mark.parametrize(
+    "code, score",
+    [
+        ("def pair(a, b): return (a, b)", 1.0),
+        ("class Solution:\n    def pair(self, a, b): return [a, b]", 1.0),
+        ("def pair(a, b): return [b, a]", 0.0),
+        ("print(1)", 0.0),
+    ],
+)
+def test_functions_of_apps_are_called(code, score):
+    row = {"fn_name": "pair", "inputs": [[1, 2], ["x", None]], "outputs": [[1, 2], [["x", None]]]}
+    assert code_reward(completion=fenced(code), input_output=json.dumps(row)) == score
+
+
 def test_values_of_all_kinds_arrive_as_they_are():
     code = """
 import collections, fractions, decimal
@@ -195,6 +209,10 @@ def test_where_the_code_is_found():
     assert extract_code("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "f") == "def f(): 1\n"
     assert extract_code("```bash\nls\n```\n```\nz\n```\n") == "z\n"
     assert extract_code("cut ```python\nx = (") == "x = ("
+    assert extract_code("1. So:\n   ```python\n   def f():\n       1\n   ```\n") == "def f():\n    1\n"
+    # Tests of MBPP tell the name.
+    example = "```python\ndef f(x):\n    return x\n```\nFor example:\n```python\nprint(f(1))\n```"
+    assert code_reward(completion=example, tests=["assert f(2) == 2"]) == 1.0
     assert len(extract_code("`" * (10 << 20))) == 10 << 20
     assert code_reward(completion="x" * (10 << 20), tests=["assert f(1)"]) == 0.0
     assert code_reward(completion="```python\n\ud800\n```", tests=["assert f(1)"]) == 0.0
