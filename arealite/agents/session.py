@@ -287,7 +287,12 @@ def _digest(before: bytes, value: Any) -> bytes:
         data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:
         # Numbers of more than 64 bits, lone surrogates.
-        data = json.dumps(value, sort_keys=True).encode()
+        text = json.dumps(value, sort_keys=True)
+        try:
+            # Such a number in a body was read as a float.
+            data = orjson.dumps(orjson.loads(text))
+        except ValueError:
+            data = text.encode()
     return blake2b(data, key=before, digest_size=16).digest()
 
 

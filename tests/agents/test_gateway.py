@@ -270,6 +270,28 @@ def test_responses_and_messages_and_completions_continue_their_tokens():
     run(scenario())
 
 
+def test_a_call_with_a_number_of_more_than_64_bits_keeps_its_tokens():
+    async def scenario():
+        large = CALL.replace("1", "12345678901234567890123")
+        async with serving([large, "it is large"]) as (gateway, engine, _):
+            found = gateway.open_session(replace(GCONFIG, max_new_tokens=200))
+            url, messages = f"{found.base_url}/messages", [{"role": "user", "content": "hello"}]
+            body = {"max_tokens": 500, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+            _, answer = await post(url, {**body, "messages": messages}, found.token)
+            (use,) = answer["content"]
+            assert use["input"] == {"a": 12345678901234567890123}
+            result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
+            messages += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+            status, answer = await post(url, {**body, "messages": messages}, found.token)
+            assert status == 200, answer
+            assert engine.requests[1].input_ids[len(engine.requests[0].input_ids) :][: len(encode(large))] == encode(
+                large
+            )
+            assert found.session.stats()["drift_calls"] == 0
+
+    run(scenario())
+
+
 def test_a_required_call_begins_with_tokens_that_are_not_trained():
     async def scenario():
         rest = ' "add", "arguments": {}}\n</tool_call>'
