@@ -10,7 +10,8 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, RequestError
@@ -25,6 +26,7 @@ from arealite.workflow.groups import play_all
 from arealite.workflow.rlvr import RLVRWorkflow
 
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
+_PYTHON_TYPES: dict[str, Any] = {name: kind for kind, name in _JSON_TYPES.items()} | {"number": (int, float)}
 
 
 class ToolWorkflow(RLVRWorkflow):
@@ -157,21 +159,41 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _parameter_schema(parameter: inspect.Parameter) -> dict[str, str]:
+def _parameter_schema(parameter: inspect.Parameter) -> dict[str, Any]:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
         raise ConfigError(f"a tool has the parameter {parameter}: tools need plain, named parameters")
-    kind = parameter.annotation
+    return _schema_of(parameter.annotation)
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of an annotation; empty for one that is not known."""
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin is Annotated:
+        return _schema_of(args[0])
+    if origin in (Union, UnionType):
+        others = [arg for arg in args if arg is not NoneType]
+        return _schema_of(others[0]) if len(others) == 1 else {}
+    if origin is Literal:
+        return {"enum": list(args)}
     names = {t.__name__: name for t, name in _JSON_TYPES.items()}
-    origin = getattr(kind, "__origin__", kind)
     found = names.get(kind.partition("[")[0]) if isinstance(kind, str) else _JSON_TYPES.get(origin)
     return {"type": found} if found else {}
 
 
 def _bad_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
+    signature = inspect.signature(tool)
     try:
-        inspect.signature(tool).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         return f"{_name(tool)}: {error}"
+    for name, value in arguments.items():
+        schema = _parameter_schema(signature.parameters[name])
+        wanted = _PYTHON_TYPES.get(schema.get("type", ""), object)
+        # Null may be meant as "no value"; the tool decides.
+        is_right = isinstance(value, wanted) and (wanted is object or isinstance(value, bool) == (wanted is bool))
+        if value is not None and not (is_right and value in schema.get("enum", [value])):
+            expected = f"of type {schema['type']}" if "type" in schema else f"one of {schema['enum']}"
+            return f"{_name(tool)}: {name} must be {expected}, got {value!r:.100}"
     return None
 
 

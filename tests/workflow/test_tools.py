@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Annotated, Literal
 
 import pytest
 
@@ -70,6 +71,31 @@ def test_several_calls_run_at_once_and_their_results_keep_their_order():
     assert batch["stats/tool_calls"].tolist() == [3]
 
 
+def choose(kind: Literal["mi", "ft"], most: int | None = None, x: Annotated[float, "metres"] = 1.0) -> str:
+    """Choose."""
+    return f"{kind} {most} {x}"
+
+
+def test_arguments_have_the_annotated_types():
+    tokenizer = make_chat_tokenizer("qwen25")
+    calls = [
+        call("add", a="1", b="2"),
+        call("add", a=True, b=2),
+        call("choose", kind="km"),
+        call("choose", kind="ft", most=None, x=2),
+    ]
+    engine = ScriptedEngine(tokenizer, ["\n".join(calls), "5"])
+    batch = run(make(tokenizer, [scripted.add, choose]), engine, ROW)
+    texts = [part.split("</tool_response>")[0].strip() for part in engine.prompts[1].split("<tool_response>")[1:]]
+    assert texts == [
+        "error: add: a must be of type integer, got '1'",
+        "error: add: a must be of type integer, got True",
+        "error: choose: kind must be one of ['mi', 'ft'], got 'km'",
+        "ft None 2",
+    ]
+    assert batch["stats/tool_failures"].tolist() == [3]
+
+
 def test_what_goes_wrong_is_told_to_the_model():
     tokenizer = make_chat_tokenizer("qwen25")
     tools = [scripted.add, scripted.crash, scripted.fail, scripted.fail_here, scripted.hang, scripted.hang_politely]
@@ -90,7 +116,8 @@ def test_what_goes_wrong_is_told_to_the_model():
     batch = run(make(tokenizer, tools, tool_timeout_s=6.0), engine, ROW)
     texts = [part.split("</tool_response>")[0].strip() for part in engine.prompts[1].split("<tool_response>")[1:]]
     expected = [
-        "subtract", "missing a required argument: 'b'", "unexpected keyword argument 'c'", "TypeError",
+        "subtract", "missing a required argument: 'b'", "unexpected keyword argument 'c'",
+        "a must be of type integer, got 'x'",
         "ended with exit code 7", "ValueError: because", "ValueError: here", "did not return within 6 s",
         "did not return within 6 s", "", "5",
     ]  # fmt: skip
@@ -156,6 +183,8 @@ def test_schemas_and_wrong_tools(tokenizer):
     assert (schema["name"], schema["description"]) == ("double", "Double a number.")
     assert schema["parameters"]["properties"] == {"x": {"type": "number"}, "times": {"type": "integer"}}
     assert schema["parameters"]["required"] == ["x"]
+    properties = tool_schema(choose)["function"]["parameters"]["properties"]
+    assert properties == {"kind": {"enum": ["mi", "ft"]}, "most": {"type": "integer"}, "x": {"type": "number"}}
     assert make(tokenizer, ["tests.workflow.scripted:add"]).tools == {"add": scripted.add}
     with pytest.raises(ConfigError, match="different names"):
         make(tokenizer, [scripted.add, scripted.add])
