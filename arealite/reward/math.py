@@ -38,6 +38,8 @@ _NUMBER = (
     r"|(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d{1,2}| */ *\d+)?|\.\d+(?:e[-+]?\d{1,2})?)"
 )
 _INTEGER = re.compile(r"[-+]?\d{1,100}")
+# 0.1\overline{6}: sign and whole part, digits, repeated digits.
+_REPEATING = re.compile(r"([-+]?)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
 _SCALED = re.compile(rf"({_NUMBER})({SCALE})?", re.I)
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -115,6 +117,11 @@ def parse_number(text: str) -> Fraction | None:
 def _plain_number(cleaned: str) -> Fraction | None:
     if _INTEGER.fullmatch(cleaned):
         return Fraction(int(cleaned))
+    if repeating := _REPEATING.fullmatch(cleaned):
+        sign, whole, digits, period = repeating.groups()
+        behind = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(digits)
+        value = Fraction(f"{whole or 0}.{digits or 0}") + behind
+        return -value if sign == "-" else value
     match = _SCALED.fullmatch(re.sub(r"^([-+]) +", r"\1", cleaned)) if len(cleaned) <= 100 else None
     if match is None:
         return None
