@@ -124,9 +124,15 @@ class AgentWorkflow(RolloutWorkflow):
 def _finish(session: Session, reward: Any) -> Session:
     """Set the reward that an agent returned; raises if the session cannot be trained on."""
     if reward is not None:
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise RewardError(f"the agent returned {reward!r:.100}; expected a finite number, or None")
-        session.reward(float(reward))
+        try:
+            # Also a number of NumPy or torch, as of reward functions.
+            value = float(reward) if hasattr(reward, "__float__") else math.nan
+        # An array of several numbers, a number beyond those of float64.
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise RewardError(f"the agent returned {repr(reward)[:100]}; expected a finite number, or None")
+        session.reward(value)
     if not session.has_reward:
         raise RewardError("the agent returned None, and posted no reward to {base_url}/rl/reward")
     if not any(reply.tokens for reply in session.replies.values()):

@@ -7,6 +7,7 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -67,6 +68,16 @@ def test_attempts_run_at_once_and_become_samples_of_one_group():
     assert TOKENIZER.decode(trained) == "yes<|im_end|>yes<|im_end|>"
     assert len({request.seed for request in engine.requests}) == 6
     assert batch["stats/turns"].tolist() == [2.0] * 3 and batch["stats/drift_calls"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), torch.tensor(0.5)])
+def test_an_agent_may_return_a_number_of_a_library(reward):
+    async def agent(row, base_url, api_key):
+        async with client(base_url, api_key) as api:
+            await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return reward
+
+    assert play(make(agent, n=1))["rewards"].tolist() == [0.5]
 
 
 def test_attempts_with_many_calls_share_no_seed():
