@@ -23,7 +23,10 @@ Question:
 Answer:
 {completion}
 """
-_SCORE = re.compile(r"\b(?:score|rating)\b\W{0,10}?(-?\d{1,6}(?:\.\d{1,6})?)", re.I)
+# Judges may repeat the scale: `Score (0-10): 8`.
+_SCORE = re.compile(
+    r"\b(?:score|rating)\b(?:\s?\([^()\n]{1,40}\)(?=\W*\d))?\W{0,10}?(-?(?:\d{1,6}(?:\.\d{1,6})?|\.\d{1,6}))", re.I
+)
 _MAX_CACHED = 100_000
 
 

@@ -80,7 +80,15 @@ def test_a_judge_scores_an_answer():
 
 @pytest.mark.parametrize(
     "reply, score",
-    [("Score: 3. No, Score: **8**", 0.8), ("Rating = 10", 1.0), ("score:0", 0.0), ("**Score**: 2.5", 0.25)],
+    [
+        ("Score: 3. No, Score: **8**", 0.8),
+        ("Rating = 10", 1.0),
+        ("score:0", 0.0),
+        ("**Score**: 2.5", 0.25),
+        ("Score: .5", 0.05),
+        ("Score (0-10): 8", 0.8),
+        ("Score (8/10)", 0.8),
+    ],
 )
 def test_forms_of_scores(reply, score):
     assert ask(reply)[0] == score
