@@ -159,7 +159,7 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
         defaults["ref.frozen_weight_dtype"] = given.get(f"{section}.frozen_weight_dtype", "auto")
     sources = [(name, _without(values, ("warmup_steps",))) for name, values in given.sources]
     has_sets = given.get("valid_dataset") is not None or given.get("valid_datasets")
-    if not has_sets and not {"valid_dataset.path", "valid_datasets"} & data.keys():
+    if not has_sets and not any(key.startswith("valid_dataset") for key in data):
         # Arguments of TRL may ask for evaluations without a set.
         sources = [(name, _without(v, ("evaluator",)) if name == "args" else v) for name, v in sources]
     merged = [("the defaults", _nested(defaults, "the defaults")), *sources, ("the datasets", _nested(data, "data"))]

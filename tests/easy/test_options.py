@@ -131,6 +131,7 @@ def test_arguments_of_trl():
     # There is no validation set, so that evaluations are left out.
     assert config.saver.freq_steps == 500 and not config.evaluator.is_set
     assert make(args=args, data=DATA | {"valid_dataset.path": "eval_dataset"}).evaluator.freq_steps == 10
+    assert make(args=args, data=DATA | {"valid_datasets.sums.path": "eval_dataset"}).evaluator.freq_steps == 10
 
 
 def test_keyword_arguments_win_over_args_and_config():
