@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.errors import DatasetError
-from arealite.dataset.columns import Messages, Row
+from arealite.dataset.columns import Messages, Row, join_texts
 
 
 def tokenize_chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, start: int = 0) -> list[Row]:
@@ -24,6 +24,11 @@ def tokenize_chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, start:
     if not tokenizer.chat_template:
         raise ValueError(
             "it is made of messages, and the tokenizer has no chat template: give texts, or another tokenizer"
+        )
+    messages = join_texts(messages)
+    if any(isinstance(message.get("content"), list) for message in messages):
+        raise ValueError(
+            "its messages have parts that are no text: images need a script with collate_vision_sft (docs/vision.md)"
         )
     turns = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
@@ -44,7 +49,8 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, add_generatio
     """Return a conversation as text; raises `ValueError` if the template rejects it."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:
+    # A template that adds texts raises TypeError for a content that is None.
+    except (TemplateError, TypeError) as error:
         raise ValueError(f"the tokenizer's chat template rejects its messages: {error}") from error
 
 

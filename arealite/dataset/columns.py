@@ -67,6 +67,29 @@ def _is_message(message: Any) -> bool:
     return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
 
 
+def join_texts(messages: Messages) -> Messages:
+    """Return a conversation whose parts are all text with one text per message, as servers read it.
+
+    Templates of text models expect that. A conversation with any other part stays as it is.
+    """
+    joined: Messages = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [_text_part(part) for part in content]
+            if None in texts:
+                return messages
+            message = {**message, "content": "".join(map(str, texts))}
+        joined.append(message)
+    return joined
+
+
+def _text_part(part: Any) -> str | None:
+    """Return the text of a part of a message; None if it is another kind of part."""
+    is_text = isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+    return part["text"] if is_text else None
+
+
 def map_rows(rows: Sequence[Row], make: Callable[[Row], Row | None], source: str) -> list[Row]:
     """Return what `make` returns for each row, without None. Its `ValueError` names the row."""
     made = (make_row(row, number, make, source) for number, row in enumerate(rows, 1))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.chat import render
-from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, map_rows
+from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, join_texts, map_rows
 from arealite.dataset.rows import load_dataset
 from arealite.dataset.streamed import map_lazily, open_streamed
 
@@ -71,7 +71,7 @@ class PromptMaker:
         if "input_ids" in row:
             return row if self._fits(len(row["input_ids"])) else None
         if messages is not None:
-            made: Row = {"messages": self._add_system([*self._turns, *messages])}
+            made: Row = {"messages": self._add_system([*self._turns, *join_texts(messages)])}
         elif self.is_chat:
             user = {"role": "user", "content": prompt + self.instruction}
             made = {"messages": self._add_system([*self._turns, user])}

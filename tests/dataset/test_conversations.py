@@ -103,3 +103,20 @@ def test_turns_that_become_rows_of_their_own_cannot_be_streamed(tmp_path):
 def test_a_conversation_needs_a_turn_to_learn(tokenizer):
     with pytest.raises(ValueError, match="no turn of the assistant"):
         tokenize_chat(CHAT[:2], tokenizer)
+
+
+def test_parts_that_are_text_are_joined_and_others_refused(tokenizer):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    asked, answer = {"role": "user", "content": parts}, {"role": "assistant", "content": "yes"}
+    plain = {"role": "user", "content": "hi"}
+    assert tokenize_chat([asked, answer], tokenizer) == tokenize_chat([plain, answer], tokenizer)
+    with pytest.raises(ValueError, match="parts that are no text"):
+        tokenize_chat([{"role": "user", "content": [*parts, {"type": "image"}]}, answer], tokenizer)
+
+
+def test_a_template_that_adds_texts_rejects_other_content_in_one_line():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(ValueError, match=r"the tokenizer's chat template rejects its messages: can only concatenate"):
+        tokenize_chat([CHAT[1], call], tokenizer)

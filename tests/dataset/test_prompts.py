@@ -48,6 +48,10 @@ def test_a_prompt_is_a_chat_or_plain_text(load):
 def test_rows_with_the_expected_names_need_no_map(load):
     chats = [{"messages": [{"role": "user", "content": "Hi"}], "rubric": "polite"}]
     assert load(chats) == chats
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert load([{"messages": [{"role": "user", "content": parts}], "rubric": "polite"}]) == chats
+    image = [{"role": "user", "content": [{"type": "image"}, *parts]}]
+    assert load([{"messages": image}]) == [{"messages": image}]
     assert load([{"prompt": "Hi", "x": 1}])[0]["messages"][0]["content"] == "Hi"
     assert load([{"input_ids": [1, 2], "x": 1}]) == [{"input_ids": [1, 2], "x": 1}]
 
