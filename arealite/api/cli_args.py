@@ -239,6 +239,9 @@ class BaseExperimentConfig(Section):
             yield "some of train_datasets have a weight and others none: set it for all or for none"
         if self.train_dataset.curriculum is not None and not isinstance(self, GRPOConfig):
             yield "train_dataset.curriculum needs rewards: it is for reinforcement learning only"
+        sets = (self.train_dataset, *self.train_datasets.values(), *self.validation_sets.values())
+        if any(data.few_shot for data in sets) and not isinstance(self, GRPOConfig):
+            yield "few_shot is for prompts that a model answers, not for supervised training: leave it out"
         yield from self._named_set_problems("train_datasets", self.train_datasets)
         yield from self._validation_problems()
 

@@ -15,7 +15,7 @@ from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
 from arealite.dataset.columns import Messages, Row, apply_columns, check_messages
-from arealite.dataset.sft import collate_sft, load_tokens, tokenize_sft
+from arealite.dataset.sft import collate_sft, fill_prompt, load_tokens, refuse_template, tokenize_sft
 
 _SIDES = ("chosen", "rejected")
 _ASSISTANT_TURN = "\n\nAssistant:"
@@ -49,6 +49,7 @@ def read_pair(raw: Row, config: DataSourceConfig) -> Row:
         )
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) or isinstance(prompt, list):
+        refuse_template(config)
         prompt, chosen, rejected = _split_messages(prompt, chosen, rejected)
         if config.system_prompt:
             prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
@@ -58,8 +59,10 @@ def read_pair(raw: Row, config: DataSourceConfig) -> Row:
             raise ValueError(f"`{name}` must be text or a list of messages, not {type(value).__name__}")
     if prompt is None:
         prompt, chosen, rejected = split_dialogues(chosen, rejected)
-    elif config.prompt_template:
-        prompt = config.prompt_template.replace("{prompt}", prompt)
+        template = "{prompt}"
+    else:
+        template = config.prompt_template or "{prompt}"
+    prompt = fill_prompt(template, prompt, config)
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 

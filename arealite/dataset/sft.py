@@ -93,6 +93,7 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     if "messages" in row:
         check_messages("messages", row["messages"])
         if "prompt" not in row:
+            refuse_template(config)
             return {"messages": row["messages"]}
     missing = [name for name in ("prompt", "response") if name not in row]
     if missing:
@@ -106,17 +107,30 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     return {name: row[name] for name in ("messages", "prompt", "response") if name in row}
 
 
+def refuse_template(config: DataSourceConfig) -> None:
+    """Raise `ValueError` if `prompt_template` is set, for a row that is made of messages."""
+    if config.prompt_template is not None:
+        raise ValueError("it is made of messages, and prompt_template is set, which is for texts: leave it out")
+
+
+def fill_prompt(template: str, prompt: str, config: DataSourceConfig) -> str:
+    """Return a plain text prompt, behind the system prompt if there is one."""
+    text = template.replace("{prompt}", prompt)
+    return f"{config.system_prompt}\n\n{text}" if config.system_prompt else text
+
+
 def _tokenize_row(
     raw: Row, config: DataSourceConfig, how: PromptFormat, tokenizer: PreTrainedTokenizerBase
 ) -> list[Row]:
     row = read_sft(raw, config, how)
     template = config.prompt_template or how.plain
-    if "prompt" in row and not tokenizer.chat_template:
+    if "prompt" in row and not (tokenizer.chat_template and config.prompt_template is None):
         row.pop("messages", None)
     if "messages" not in row:
         # A task that says how its prompts read as plain text is trained so, as base models are.
         if not tokenizer.chat_template or template != PromptFormat.plain:
-            return [tokenize_sft(template.replace("{prompt}", row["prompt"]), row["response"], tokenizer)]
+            prompt = fill_prompt(template, row["prompt"], config)
+            return [tokenize_sft(prompt, row["response"], tokenizer)]
         turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
         row = {"messages": turns}
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []

@@ -82,6 +82,13 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     assert trained(as_chat[0], tokenizer) == (["yes\n<eos>"], "<system>be kind\n<user>hi\n<assistant>yes\n<eos>")
     as_text = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}! ")
     assert trained(as_text[0], tokenizer) == (["yes<eos>"], "hi! yes<eos>")
+    # As prompts of RL do it.
+    begun = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}! ", system_prompt="be kind")
+    assert trained(begun[0], tokenizer) == (["yes<eos>"], "be kind\n\nhi! yes<eos>")
+    both = load(columns={"messages": "talk", "prompt": "in", "response": "out"}, prompt_template="{prompt}! ")
+    assert both == as_text
+    with pytest.raises(DatasetError, match=r"row 1: it is made of messages, and prompt_template is set"):
+        load(columns={"messages": "talk"}, prompt_template="{prompt}! ")
     streamed = load(columns={"messages": "talk"}, streaming=True)
     assert list(streamed) == load(columns={"messages": "talk"})
     with pytest.raises(DatasetError, match=r"row 1: supervised training needs `messages`, or .* columns are talk, in"):

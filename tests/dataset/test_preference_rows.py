@@ -110,6 +110,16 @@ def test_a_template_that_rejects_messages_is_one_line(load, tokenizer, monkeypat
         load({"chosen": [USER, GOOD], "rejected": [USER, BAD]})
 
 
+def test_a_system_prompt_stands_before_texts_and_a_template_is_for_texts(load, tokenizer):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (pair,) = load(row, system_prompt="S", prompt_template="<{prompt}>")
+    assert [texts(pair[side], tokenizer)[0] for side in ("chosen", "rejected")] == ["S\n\n<a>"] * 2
+    (pair,) = load({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, system_prompt="S")
+    assert texts(pair["chosen"], tokenizer)[0] == "<system>S\n<user>hi\n<assistant>"
+    with pytest.raises(DatasetError, match=r"row 1: it is made of messages, and prompt_template is set"):
+        load({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, prompt_template="<{prompt}>")
+
+
 def test_long_pairs_are_left_out(load):
     short, long = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "c" * 20}
     assert len(load(short, long)) == 2

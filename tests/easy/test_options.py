@@ -109,6 +109,7 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
             "16 completions, which is not divisible by the 32 of an optimizer step",
         ),
         ({"max_steps": "many"}, "max_steps='many' is str: give a number"),
+        ({"cls": SFTConfig, "valid_dataset": {"path": "x", "few_shot": 2}}, "few_shot is for prompts"),
         ({"load_best_model_at_end": True}, "unknown key 'load_best_model_at_end'"),
     ],
 )
