@@ -46,6 +46,8 @@ _READ = {
     "save_strategy", "save_steps", "eval_strategy", "eval_steps", "report_to", "loss_type", "scale_rewards",
     "importance_sampling_level", "epsilon", "epsilon_high", "delta", "reward_weights", "chat_template_kwargs",
     "beta", "num_generations_eval",
+    # Already so for rows with `messages`.
+    "assistant_only_loss",
 }  # fmt: skip
 # Fields that must keep this value, and what to use instead.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -67,7 +69,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "label_smoothing": (0.0, "preferences count as they are: leave it out"),
     "precompute_ref_log_probs": (False, "leave it out"),
     "packing": (False, "rows are always packed, without mixing them: leave it out"),
-    "assistant_only_loss": (False, "the loss is on the assistant's turns for rows with `messages`: leave it out"),
+    "completion_only_loss": (True, "the loss is on the `completion` of a row: leave it out, or leave the prompt empty"),
 }  # fmt: skip
 # Fields that change nothing here: how TRL runs, logs and shows; what `__post_init__` fills in.
 _IGNORED = (

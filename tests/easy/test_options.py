@@ -109,6 +109,7 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
             "16 completions, which is not divisible by the 32 of an optimizer step",
         ),
         ({"max_steps": "many"}, "max_steps='many' is str: give a number"),
+        ({"cls": SFTConfig, "completion_only_loss": False}, "the loss is on the `completion` of a row"),
         ({"cls": SFTConfig, "valid_dataset": {"path": "x", "few_shot": 2}}, "few_shot is for prompts"),
         ({"load_best_model_at_end": True}, "unknown key 'load_best_model_at_end'"),
     ],
@@ -257,6 +258,9 @@ def test_supervised_arguments():
     config = make(DPOConfig, beta=0.2, loss_type=["ipo"])
     assert (config.model.beta, config.model.loss, config.ref.path) == (0.2, "ipo", "org/model")
     assert make(DPOConfig, **{"model.loss": "simpo"}).ref is None
+    # What is trained on without them.
+    given = read_given(SFTConfig, {"assistant_only_loss": True, "completion_only_loss": True}, None, {}, None)
+    assert not given.warnings
 
 
 def recorded_arguments() -> Any:
