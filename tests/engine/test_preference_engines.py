@@ -116,6 +116,8 @@ def test_reward_model_learns_and_exports(model_dirs, tmp_path):
     assert stats["accuracy"] == 1.0 and stats["loss"] < 0.5 * first["loss"]
     engine.save(SaveLoadMeta(str(tmp_path / "rm"), "hf"))
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    # Servers choose the class by it.
+    assert plain.config.architectures == ["Qwen2ForSequenceClassification"]
     plain.config.pad_token_id = 0
     ids = batch["input_ids"] * batch["attention_mask"]
     expected = plain(input_ids=ids, attention_mask=batch["attention_mask"]).logits.squeeze(-1)

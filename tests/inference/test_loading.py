@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference import loading
-from arealite.inference.loading import load_shards
+from arealite.inference.loading import load_shards, read_config
 from arealite.inference.sharding import shard_model
 from tests.inference.conftest import make_model
 
@@ -53,6 +54,14 @@ def test_rank_loads_its_part_of_each_tensor(family, options, rank, tmp_path):
         assert torch.equal(buffer, whole.get_buffer(name)), name
     assert model.generation_config.eos_token_id == [7, 9]
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (family == "smollm2")
+
+
+def test_a_reward_model_is_not_served(tmp_path):
+    """With tied embeddings it lacks no weights of a language model."""
+    config = save("smollm2", tmp_path).config
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a reward model or critic \(LlamaForSeq\w+\), which generates no text"):
+        read_config(ServerConfig(model_path=str(tmp_path)))
 
 
 def test_rank_reads_only_its_part(tmp_path, monkeypatch):

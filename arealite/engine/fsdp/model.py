@@ -314,6 +314,7 @@ def load_model(
         options = {"config": hf_config, "dtype": dtype, "attn_implementation": attention}
         with activity.doing(f"loading {folder}"):
             model = load_decoder(cls, folder, has_new_head=scalar_head, **options)
+    model.config.architectures = [model_class.__name__] if scalar_head else hf_config.architectures
     if has_vision(hf_config) and config.freeze_vision:
         for parameter in vision_parameters(model):
             parameter.requires_grad_(False)
