@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import ConfigError, RewardError
-from arealite.api.reward_api import is_async
+from arealite.api.reward_api import Score, is_async
 from arealite.reward.pool import RewardPool, check_rewards
 from arealite.utils.beside import run_beside
 from arealite.utils.pools.process_pool import never_import_script
@@ -162,15 +162,18 @@ class Rewards(RewardPool):
         if len(self.parts) == 1:
             if None in values[0]:
                 raise RewardError(f"reward {self.parts[0].label} returned None, and there is no other reward")
-            return check_rewards(self, values[0], len(rows))
+            return values[0]
         return check_rewards(self, [self._add(row) for row in zip(*values, strict=True)], len(rows))
 
     def _add(self, values: Sequence[Any]) -> dict[str, float]:
         """Return the weighted sum and its parts. As in TRL, None is a reward that does not apply to a row."""
-        shown = {part.name: float(value) for part, value in zip(self.parts, values, strict=True) if value is not None}
-        if not shown:
+        given = [(part, value) for part, value in zip(self.parts, values, strict=True) if value is not None]
+        if not given:
             raise RewardError(f"all rewards ({self.__name__}) returned None for one answer")
-        return {"reward": sum(p.weight * shown[p.name] for p in self.parts if p.name in shown), **shown}
+        shown = {part.name: float(value) for part, value in given}
+        scores = [(part.name, value.parts) for part, value in given if isinstance(value, Score)]
+        own = {f"{name}/{key}": number for name, parts in scores for key, number in parts.items()}
+        return {"reward": sum(part.weight * shown[part.name] for part, _ in given), **shown, **own}
 
     async def _run_part(self, part: RewardPart, rows: list[Row]) -> list[Any]:
         if part.takes_group:
@@ -179,9 +182,8 @@ class Rewards(RewardPool):
             return _check_group(part, values, len(rows))
         own = [part.pick({k: v for k, v in row.items() if k != ASKED}) for row in rows]
         if part.is_importable or is_async(part.fn):
-            return await super().run(part.fn, own)
-        values = await self._call(part, lambda: [part.fn(**row) for row in own])
-        return check_rewards(part.fn, values, len(rows))
+            return _check(part, await self.run_unchecked(part.fn, own))
+        return _check(part, await self._call(part, lambda: [part.fn(**row) for row in own]))
 
     async def _call(self, part: RewardPart, call: Callable[[], Any]) -> Any:
         """Call a function on a thread, or await it, with a deadline."""
@@ -229,8 +231,14 @@ def _check_group(part: RewardPart, values: Any, count: int) -> list[Any]:
     numbers = [value.item() if hasattr(value, "item") else value for value in values]
     if len(numbers) != count:
         raise RewardError(f"reward {part.label} returned {len(numbers)} values for {count} completions")
-    check_rewards(part.fn, [value for value in numbers if value is not None], sum(v is not None for v in numbers))
-    return numbers
+    return _check(part, numbers)
+
+
+def _check(part: RewardPart, values: list[Any]) -> list[float | None]:
+    """Return checked rewards. None is a reward that does not apply to a row."""
+    known = [value for value in values if value is not None]
+    checked = iter(check_rewards(part.fn, known, len(known)))
+    return [None if value is None else next(checked) for value in values]
 
 
 def _show(value: Any) -> str:

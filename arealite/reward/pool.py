@@ -72,19 +72,23 @@ class RewardPool(JobPool):
 
         A reward that returns a dict of parts becomes a `Score`: a number that has them.
         """
+        return check_rewards(fn, await self.run_unchecked(fn, rows), len(rows))
+
+    async def run_unchecked(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
+        """Do as `run`, but return values as they are, which may be no numbers."""
         with part_of_episode("reward", rows=len(rows), reward=_name(fn)):
             return await self._run(fn, rows)
 
-    async def _run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[float]:
+    async def _run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
         if is_async(fn):
-            return check_rewards(fn, await self._await_all(fn, rows), len(rows))
+            return await self._await_all(fn, rows)
         size = len(rows)
         if self._row_s * size > _MAX_JOB_S:
             size = max(1, int(_MAX_JOB_S / self._row_s))
         jobs = [self._run_job(fn, rows[i : i + size]) for i in range(0, len(rows), size)]
         # Making an asyncio task costs more than the rest of this method.
         parts = [await jobs[0]] if len(jobs) == 1 else await asyncio.gather(*jobs)
-        return check_rewards(fn, [value for part in parts for value in part], len(rows))
+        return [value for part in parts for value in part]
 
     async def _await_all(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
         try:
@@ -274,9 +278,9 @@ def _compute(owner: Connection, fn: Callable[..., float], rows: list[dict[str, A
     return values
 
 
-def _plain(value: Any) -> float | str:
-    """Return something that unpickles without imports: a number, or the text of anything else."""
-    return float(value) if hasattr(value, "__float__") else repr(value)[:200]
+def _plain(value: Any) -> float | str | None:
+    """Return something that unpickles without imports: a number, None, or the text of anything else."""
+    return None if value is None else float(value) if hasattr(value, "__float__") else repr(value)[:200]
 
 
 def _name(fn: Callable[..., Any]) -> str:

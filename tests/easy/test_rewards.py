@@ -66,6 +66,28 @@ def test_several_rewards_are_added_by_their_weights_and_kept_as_parts():
     assert value == 6.5 and value.parts == {"length": 3.0, "reward3": 1.0}
 
 
+def maybe(completion, **_):
+    """Apply to some answers only, and show a number."""
+    return {"reward": 2.0, "seen": 7} if completion == "yes" else None
+
+
+async def maybe_later(completion, **_):
+    return maybe(completion)
+
+
+@pytest.mark.parametrize("fn", [maybe, maybe_later, lambda completion: maybe(completion)])
+def test_parts_and_none_of_a_reward_for_one_answer(fn):
+    """In another process, awaited, and on a thread."""
+    (alone,) = score(fn, [row()])
+    assert alone == 2.0 and alone.parts == {"seen": 7.0}
+    both = score([fn, lambda completion: 1], [row(), row("no")])
+    assert both == [3.0, 1.0]
+    name = next(iter(both[0].parts))
+    assert both[0].parts == {name: 2.0, "reward2": 1.0, f"{name}/seen": 7.0} and both[1].parts == {"reward2": 1.0}
+    with pytest.raises(RewardError, match="returned None, and there is no other reward"):
+        score(fn, [row("no")])
+
+
 def test_a_function_of_a_module_runs_in_another_process():
     parts = read_rewards(math_reward, None)
     assert parts[0].is_importable
