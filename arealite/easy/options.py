@@ -128,10 +128,16 @@ def _nested(keys: Mapping[str, Any], source: str) -> DictConfig:
     tree = OmegaConf.create({})
     try:
         for key, value in keys.items():
-            OmegaConf.update(tree, key, str(value) if isinstance(value, Path) else value, merge=True)
+            OmegaConf.update(tree, key, _plain(value), merge=True)
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read {source}: {str(error).splitlines()[0]}") from error
     return tree
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as text, and a scalar of numpy as a number."""
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return str(value) if isinstance(value, Path) else value.item() if is_scalar else value
 
 
 def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -258,6 +259,8 @@ def test_supervised_arguments():
     config = make(DPOConfig, beta=0.2, loss_type=["ipo"])
     assert (config.model.beta, config.model.loss, config.ref.path) == (0.2, "ipo", "org/model")
     assert make(DPOConfig, **{"model.loss": "simpo"}).ref is None
+    config = make(SFTConfig, learning_rate=np.float64(0.5), seed=np.int64(3), per_device_train_batch_size=np.int64(4))
+    assert (config.model.optimizer.lr, config.seed, config.train_dataset.batch_size) == (0.5, 3, 4)
     # What is trained on without them.
     given = read_given(SFTConfig, {"assistant_only_loss": True, "completion_only_loss": True}, None, {}, None)
     assert not given.warnings
