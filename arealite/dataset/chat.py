@@ -13,11 +13,15 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.errors import DatasetError
-from arealite.dataset.columns import Messages, Row, join_texts
+from arealite.dataset.columns import Messages, Row, Tools, join_texts
 
 
-def tokenize_chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, start: int = 0) -> list[Row]:
+def tokenize_chat(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, start: int = 0, tools: Tools = None
+) -> list[Row]:
     """Return rows with `input_ids` and `loss_mask`, 1 on the assistant's turns from message `start` on.
+
+    `tools` are the functions that the template declares to the model.
 
     It is one row, or one for each turn. Raises `ValueError` for messages without such a turn.
     """
@@ -34,7 +38,9 @@ def tokenize_chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, start:
     if not turns:
         raise ValueError("its messages have no turn of the assistant, so there is nothing to learn")
     # The text before each turn, and the text up to its end.
-    spans = [(render(messages[:i], tokenizer, True), render(messages[: i + 1], tokenizer)) for i in turns]
+    spans = [
+        (render(messages[:i], tokenizer, True, tools), render(messages[: i + 1], tokenizer, tools=tools)) for i in turns
+    ]
     whole = spans[-1][1]
     for before, after in spans:
         if not after.startswith(before):
@@ -45,10 +51,14 @@ def tokenize_chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, start:
     return [_tokenize(part, ends, tokenizer) for part in ([spans] if is_stable else [[span] for span in spans])]
 
 
-def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False) -> str:
+def render(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False, tools: Tools = None
+) -> str:
     """Return a conversation as text; raises `ValueError` if the template rejects it."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+        return str(
+            tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
     # A template that adds texts raises TypeError for a content that is None.
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the tokenizer's chat template rejects its messages: {error}") from error

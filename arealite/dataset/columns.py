@@ -4,6 +4,7 @@
 text with `{column}` fields. What is wrong with a row is a `ValueError`; `map_rows` adds where it is.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from arealite.api.errors import DatasetError
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
+# Functions that an assistant may call, in OpenAI's form.
+Tools = list[dict[str, Any]] | None
 # Braces around anything else, as in \boxed{}, are text.
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 _MISSING = object()
@@ -58,6 +61,21 @@ def check_messages(name: str, messages: Any) -> Messages:
                 f"`{name}` has a message that is not {{'role': text, 'content': text}}: {str(message)[:80]}"
             )
     return messages
+
+
+def read_tools(row: Row) -> Row:
+    """Return `tools` of a row, which may be JSON, or nothing if it has none; raises `ValueError`."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`tools` must be a list of schemas of functions, or JSON of one: {error}") from error
+    if not tools:
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"`tools` must be a list of schemas of functions, not {str(tools)[:80]!r}")
+    return {"tools": tools}
 
 
 def _is_message(message: Any) -> bool:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
-from arealite.dataset.columns import Messages, Row, apply_columns, check_messages
+from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, read_tools
 from arealite.dataset.sft import collate_sft, fill_prompt, load_tokens, refuse_template, tokenize_sft
 
 _SIDES = ("chosen", "rejected")
@@ -53,7 +53,7 @@ def read_pair(raw: Row, config: DataSourceConfig) -> Row:
         prompt, chosen, rejected = _split_messages(prompt, chosen, rejected)
         if config.system_prompt:
             prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **read_tools(row)}
     for name, value in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str) and not (name == "prompt" and value is None):
             raise ValueError(f"`{name}` must be text or a list of messages, not {type(value).__name__}")
@@ -75,7 +75,7 @@ def collate_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
 
 def _tokenize_pair(pair: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
     if isinstance(pair["prompt"], list):
-        return _tokenize_messages(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer)
+        return _tokenize_messages(pair, tokenizer)
     return {side: tokenize_sft(pair["prompt"], pair[side], tokenizer) for side in _SIDES}
 
 
@@ -117,12 +117,10 @@ def _check_messages(name: str, messages: Any) -> Messages:
     return check_messages(name, messages)
 
 
-def _tokenize_messages(
-    prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: PreTrainedTokenizerBase
-) -> Row:
-    sides = {}
-    for side, answer in zip(_SIDES, (chosen, rejected), strict=True):
-        rows = tokenize_chat(prompt + answer, tokenizer, start=len(prompt))
+def _tokenize_messages(pair: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    sides, prompt = {}, pair["prompt"]
+    for side in _SIDES:
+        rows = tokenize_chat(prompt + pair[side], tokenizer, start=len(prompt), tools=pair.get("tools"))
         if len(rows) > 1:
             raise ValueError(
                 f"`{side}` has several turns of the assistant, and the tokenizer's chat template changes earlier ones: "

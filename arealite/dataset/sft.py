@@ -12,7 +12,7 @@ from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
-from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows
+from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows, read_tools
 from arealite.dataset.hub import check_hub
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
 from arealite.dataset.rows import load_dataset
@@ -79,8 +79,8 @@ def get_sft(
 ) -> Sequence[Row]:
     """Load rows with `input_ids` and a `loss_mask` of 1 on what the assistant says.
 
-    Conversations (`messages`) are trained on all turns of the assistant. Other rows have a `prompt` and a `response`;
-    with a chat template, and without `prompt_template`, they become a conversation of two turns.
+    Conversations (`messages`, perhaps `tools`) are trained on all turns of the assistant. Other rows have a `prompt`
+    and a `response`; with a chat template, and without `prompt_template`, they become a conversation of two turns.
     `raw`: rows that are in memory.
     """
     return load_tokens(config, lambda row: _tokenize_row(row, config, how, tokenizer), tokenizer, cache, raw)
@@ -94,7 +94,7 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
         check_messages("messages", row["messages"])
         if "prompt" not in row:
             refuse_template(config)
-            return {"messages": row["messages"]}
+            return {"messages": row["messages"], **read_tools(row)}
     missing = [name for name in ("prompt", "response") if name not in row]
     if missing:
         raise ValueError(
@@ -104,7 +104,8 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     for name in ("prompt", "response"):
         if not isinstance(row[name], str):
             raise ValueError(f"`{name}` must be text, not {type(row[name]).__name__}")
-    return {name: row[name] for name in ("messages", "prompt", "response") if name in row}
+    made = {name: row[name] for name in ("messages", "prompt", "response") if name in row}
+    return {**made, **read_tools(row)} if "messages" in row else made
 
 
 def refuse_template(config: DataSourceConfig) -> None:
@@ -134,7 +135,7 @@ def _tokenize_row(
         turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
         row = {"messages": turns}
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    return tokenize_chat(system + row["messages"], tokenizer)
+    return tokenize_chat(system + row["messages"], tokenizer, tools=row.get("tools"))
 
 
 def load_tokens(

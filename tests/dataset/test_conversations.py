@@ -7,6 +7,7 @@ import pytest
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.chat import tokenize_chat
+from arealite.dataset.preference import get_preferences
 from arealite.dataset.sft import get_sft
 from tests.tiny_model import make_tokenizer
 
@@ -95,6 +96,31 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
         load()
     with pytest.raises(DatasetError, match="row 1: `response` must be text, not list"):
         load(columns={"prompt": "in", "response": "talk"})
+
+
+def test_tools_of_a_row_are_declared_to_the_model(tmp_path):
+    tokenizer = make_tokenizer()
+    declared = "{% if tools %}tools:{{ tools[0]['function']['name'] }}|{% endif %}"
+    tokenizer.chat_template = declared + CHATML
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    path = tmp_path / "chats.jsonl"
+
+    def load(value, read=get_sft, **row):
+        path.write_text(json.dumps({"messages": CHAT, "tools": value, **row}) + "\n")
+        return read(DatasetConfig(path=str(path)), tokenizer)
+
+    assert trained(load(tools)[0], tokenizer)[1].startswith("tools:add|system:be kind")
+    assert load(tools) == load(json.dumps(tools)) == tokenize_chat(CHAT, tokenizer, tools=tools)
+    assert load(None) == load([]) == load("") == tokenize_chat(CHAT, tokenizer)
+    (pair,) = load(tools, get_preferences, chosen=CHAT, rejected=[*CHAT[:-1], {"role": "assistant", "content": "no"}])
+    assert trained(pair["rejected"], tokenizer) == (["no<eos>"], trained(pair["rejected"], tokenizer)[1])
+    assert trained(pair["chosen"], tokenizer)[1].startswith("tools:add|")
+    with pytest.raises(DatasetError, match="row 1: `tools` must be a list of schemas of functions, not"):
+        load({"name": "add"})
+    with pytest.raises(
+        DatasetError, match="row 1: `tools` must be a list of schemas of functions, or JSON of one: Exp"
+    ):
+        load("add, sub")
 
 
 def test_turns_that_become_rows_of_their_own_cannot_be_streamed(tmp_path):
