@@ -300,6 +300,8 @@ class DPOConfig(BaseExperimentConfig):
             yield f"model.loss={self.model.loss} compares with a reference policy: set ref.path"
         if not self.model.needs_reference and self.ref is not None:
             yield f"model.loss={self.model.loss} has no reference policy: leave ref out (ref=null)"
+        if self.model.loss == "kto" and (size := self.train_dataset.batch_size) < 2 * self.num_shares:
+            yield f"train_dataset.batch_size={size} gives ranks one row, and model.loss=kto compares rows: double it"
 
 
 @dataclass

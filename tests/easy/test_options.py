@@ -112,6 +112,10 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
         ({"max_steps": "many"}, "max_steps='many' is str: give a number"),
         ({"cls": SFTConfig, "completion_only_loss": False}, "the loss is on the `completion` of a row"),
         ({"cls": SFTConfig, "valid_dataset": {"path": "x", "few_shot": 2}}, "few_shot is for prompts"),
+        (
+            {"cls": DPOConfig, "model.loss": "kto", "per_device_train_batch_size": 1},
+            "batch_size=1 gives ranks one row, and model.loss=kto compares rows: double it",
+        ),
         ({"load_best_model_at_end": True}, "unknown key 'load_best_model_at_end'"),
     ],
 )
