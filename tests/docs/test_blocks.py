@@ -38,3 +38,16 @@ def test_blocks_run(page, tmp_path):
         is_code = block.language in ("python", "bash") or block.file_name
         if is_code and block.test in ("run", "check"):
             workspace.run(block)
+
+
+def test_requests_of_curl_say_that_they_are_json():
+    """Servers answer other requests with 415: a page of another site could send those."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    requests = [
+        command
+        for page in pages
+        for block in blocks_of(page)
+        for command in block.text.replace("\\\n", " ").splitlines()
+        if "curl" in command and " -d " in command
+    ]
+    assert requests and all("Content-Type: application/json" in command for command in requests), requests
