@@ -78,7 +78,7 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     for source, values in sources:
         _check_keys(values, cls, source)
         try:
-            node = _merge(node, values)
+            node = _merge(node, values, source)
         except OmegaConfBaseException as error:
             raise bad_value(error, source, cls) from error
     config = _to_dataclass(node, cls)
@@ -88,11 +88,14 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     return config
 
 
-def _merge(node: Any, values: DictConfig) -> Any:
+def _merge(node: Any, values: DictConfig, source: str) -> Any:
     """Return `node` with `values`; a mapping that an override gives whole replaces the one before."""
     _clear_replaced(node, values)
-    # Neither is used again, so that nothing needs to be copied.
-    return OmegaConf.unsafe_merge(node, values)
+    try:
+        # Neither is used again, so that nothing needs to be copied.
+        return OmegaConf.unsafe_merge(node, values)
+    except TypeError as error:
+        raise ConfigError(f"{source} has keys where an earlier value is a list, or a list where it has keys") from error
 
 
 def _clear_replaced(node: DictConfig, values: DictConfig) -> None:
@@ -123,8 +126,8 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
     node = OmegaConf.create({})
     for source, values in read_sources(argv, cls):
         try:
-            node = _merge(node, values)
-        except (OmegaConfBaseException, TypeError) as error:
+            node = _merge(node, values, source)
+        except OmegaConfBaseException as error:
             raise ConfigError(f"{source} contradicts an earlier value: {_first_line(error)}") from error
     assert isinstance(node, DictConfig)
     return node
@@ -155,9 +158,8 @@ def public_yaml(config: Any) -> str:
     """Return a configuration as YAML without the values of fields that are marked as secret."""
     values = OmegaConf.to_container(_without_key(config))
     cls = OmegaConf.get_type(config)
-    return OmegaConf.to_yaml(
-        OmegaConf.create(_hide_marked(values, cls if dataclasses.is_dataclass(cls) else GRPOConfig))
-    )
+    shown = _hide_marked(values, cls if dataclasses.is_dataclass(cls) else GRPOConfig)
+    return OmegaConf.to_yaml(OmegaConf.create(shown))
 
 
 def _hide_marked(values: Any, cls: Any) -> Any:

@@ -46,6 +46,8 @@ def _keep_text(node: yaml.Node, kind: Any) -> None:
             _keep_text(item, typing.get_args(kind)[0])
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            # Names too: a dataset named 2024 is not the number.
+            _keep_text(key, str if typing.get_origin(kind) is dict else None)
             _keep_text(value, kind if key.value == "<<" else kind_inside(kind, str(key.value)))
 
 
@@ -69,7 +71,7 @@ class _Loader(yaml.SafeLoader):
             self._count(self._sizes[id(node)], event)
             return node
         before = self._num_values
-        self._path.append(_key_text(index))
+        self._path.append(index.value if isinstance(index, yaml.ScalarNode) else "")
         self._count(1, event)
         if len(self._path) > MAX_DEPTH:
             raise _error(f"{self._name()}nested more than {MAX_DEPTH} levels deep", event)
@@ -103,10 +105,6 @@ class _Loader(yaml.SafeLoader):
         # A number of thousands of digits, or text that is tagged as a number.
         except ValueError as error:
             raise _error(f"cannot read {str(node.value)[:40]!r}: {error}", node) from error
-
-
-def _key_text(index: Any) -> str:
-    return index.value if isinstance(index, yaml.ScalarNode) else ""
 
 
 def _error(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:

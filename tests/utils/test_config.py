@@ -312,6 +312,25 @@ def test_sections_by_name(tmp_path):
     assert "valid_datasets.NAME.path" in help_text(GRPOConfig, "all")
 
 
+def test_names_of_sections_and_flags_may_look_like_numbers(tmp_path):
+    """A set named after a year is not the number."""
+    text = "valid_datasets: {2024: {path: a}, 1.50: {path: b}, on: {path: c}}\ntrain_datasets: {007: {path: d}}\n"
+    (tmp_path / "a.yaml").write_text(text + "sglang: {1: 2}\n")
+    config = load("--config", str(tmp_path / "a.yaml"), "train_dataset.path=", "valid_datasets.2024.split=s")
+    assert {name: data.path for name, data in config.valid_datasets.items()} == {"2024": "a", "1.50": "b", "on": "c"}
+    assert config.valid_datasets["2024"].split == "s" and list(config.train_datasets) == ["007"]
+    assert config.sglang == {"1": 2}
+
+
+def test_a_list_and_keys_do_not_merge(tmp_path):
+    (tmp_path / "a.yaml").write_text("sglang: {a: [1, 2], b: {c: 1}}\n")
+    for override in ("sglang.a.1=5", "sglang.a={c: 1}", "sglang.b=[1]"):
+        message = f"override '{override}' has keys where an earlier value is a list, or a list where it has keys"
+        assert message in refusal("--config", str(tmp_path / "a.yaml"), override)
+        with pytest.raises(ConfigError, match="has keys where an earlier value is a list"):
+            load_plain(["--config", str(tmp_path / "a.yaml"), override], GRPOConfig)
+
+
 def test_mistakes_in_sections_by_name():
     assert "unknown key 'valid_datasets.a.pth'" in refusal("valid_datasets.a.pth=x")
     assert "did you mean valid_datasets.a.path?" in refusal("valid_datasets.a.pth=x")
