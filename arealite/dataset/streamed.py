@@ -90,18 +90,22 @@ class ParquetRows(_Rows):
 
     def read(self, index: int) -> Row:
         number = bisect_right(self._starts, index) - 1
-        if number not in self._groups:
-            if len(self._groups) == WINDOW:
-                self._groups.popitem(last=False)
-            self._groups[number] = self._parquet.read_row_group(number)
-        self._groups.move_to_end(number)
-        return self._groups[number].slice(index - self._starts[number], 1).to_pylist()[0]
+        try:
+            if number not in self._groups:
+                if len(self._groups) == WINDOW:
+                    self._groups.popitem(last=False)
+                self._groups[number] = self._parquet.read_row_group(number)
+            self._groups.move_to_end(number)
+            return self._groups[number].slice(index - self._starts[number], 1).to_pylist()[0]
+        except (import_pyarrow().ArrowException, OSError, ValueError) as error:
+            raise DatasetError(f"cannot read {self.file}, row {index + 1}: {' '.join(str(error).split())}") from error
 
 
 class ArrowRows(_Rows):
     """Rows of an .arrow file, which is mapped into memory."""
 
     def __init__(self, file: Path):
+        self.file = file
         try:
             self._table = read_table(file)
         except (ValueError, OSError) as error:
@@ -111,7 +115,10 @@ class ArrowRows(_Rows):
         return self._table.num_rows
 
     def read(self, index: int) -> Row:
-        return self._table.slice(index, 1).to_pylist()[0]
+        try:
+            return self._table.slice(index, 1).to_pylist()[0]
+        except ValueError as error:
+            raise DatasetError(f"cannot read {self.file}, row {index + 1}: {error}") from error
 
 
 class JoinedRows(_Rows):

@@ -101,3 +101,30 @@ def test_bad_files_are_refused(tmp_path, tokenizer, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=message):
         load_prompts(DatasetConfig(path=str(tmp_path / name), streaming=True), AS_THEY_ARE, tokenizer)
+
+
+def test_damage_behind_the_first_row_group_is_an_error_of_the_dataset(tmp_path):
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"a": "x" * i} for i in range(9)]), file, row_group_size=3)
+    start = pyarrow.parquet.ParquetFile(file).metadata.row_group(1).column(0).dictionary_page_offset
+    whole = file.read_bytes()
+    file.write_bytes(whole[:start] + b"\xff" * 8 + whole[start + 8 :])
+    rows = open_streamed(DatasetConfig(path=str(file), streaming=True))
+    assert rows[2] == {"a": "xx"}
+    with pytest.raises(DatasetError, match=r"cannot read .*a\.parquet, row 4: "):
+        rows[3]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_text_of_a_table_that_is_not_utf8_is_an_error_of_the_dataset(tmp_path, kind):
+    file = tmp_path / f"a.{kind}"
+    table = pyarrow.table({"a": pyarrow.array([b"good", b"\xff"]).view(pyarrow.string())})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        with pyarrow.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table)
+    rows = open_streamed(DatasetConfig(path=str(file), streaming=True))
+    assert rows[0] == {"a": "good"}
+    with pytest.raises(DatasetError, match=rf"cannot read .*a\.{kind}, row 2: .*utf-8"):
+        rows[1]
