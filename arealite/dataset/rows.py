@@ -58,8 +58,9 @@ def _files(path: Path, config: DataSourceConfig) -> list[Path]:
     if not path.is_dir():
         raise DatasetError(f"the dataset {path} is neither a file nor a folder")
     # A folder of `save_to_disk` also holds .json files that describe it, and caches of `map`.
-    arrow = sorted(p for p in path.rglob("*.arrow") if not p.name.startswith("cache-"))
-    files = arrow or sorted(p for p in path.rglob("*") if p.name.endswith(DATA_FILES) and p.is_file())
+    found = [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(path))]
+    arrow = [p for p in found if p.suffix == ".arrow" and not p.name.startswith("cache-")]
+    files = arrow or [p for p in found if p.name.endswith(DATA_FILES)]
     if not files:
         raise DatasetError(f"the folder {path} holds no {', '.join(DATA_FILES)} file")
     names = {file: str(file.relative_to(path)) for file in files}
@@ -77,6 +78,11 @@ def _files(path: Path, config: DataSourceConfig) -> list[Path]:
         return files
     split = _split_for_role(splits, config, ", ".join(names.values()))
     return [file for file in files if split in words[file]]
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether an editor or an archive may have left the file (`.ipynb_checkpoints/a.jsonl`, `._a.jsonl`)."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _split_for_role(splits: list[str], config: DataSourceConfig, choices: str) -> str:

@@ -54,15 +54,23 @@ def names_read(path, role, **kwargs):
         (["train.jsonl", "test.jsonl"], ["train.jsonl"], ["test.jsonl"]),
         (["train-0.jsonl", "train-1.jsonl", "x.jsonl", "dev.jsonl"], ["train-0.jsonl", "train-1.jsonl"], ["dev.jsonl"]),
         (["train/a.jsonl", "test/a.jsonl", "validation/a.jsonl"], ["train/a.jsonl"], ["validation/a.jsonl"]),
+        (["train.jsonl", ".ipynb_checkpoints/train-checkpoint.jsonl", "._train.jsonl", "test.jsonl"],
+         ["train.jsonl"], ["test.jsonl"]),
+        ([".cache/a.json", "a.jsonl", ".b.csv"], ["a.jsonl"], ["a.jsonl"]),
         (["a.jsonl", "latest.jsonl"], ["a.jsonl", "latest.jsonl"], ["a.jsonl", "latest.jsonl"]),
     ],
-)
+)  # fmt: skip
 def test_a_folder_is_read_by_role(tmp_path, files, train, valid, caplog):
     caplog.set_level("INFO", "arealite")
     write(tmp_path, *files)
     assert names_read(tmp_path, DatasetConfig) == train
     assert names_read(tmp_path, ValidationDatasetConfig) == valid
     assert ("valid_dataset: reading split" in caplog.text) == (train != valid)
+
+
+def test_a_folder_may_be_in_a_hidden_one(tmp_path):
+    write(tmp_path / ".cache", "a.jsonl")
+    assert names_read(tmp_path / ".cache", DatasetConfig) == ["a.jsonl"]
 
 
 def test_a_folder_without_the_wanted_split_names_the_choices(tmp_path):
