@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
+from arealite.inference.http import common
 from arealite.inference.http.server import make_app
 from tests.inference.conftest import generate, make_model
 
@@ -104,3 +106,31 @@ def test_unexpected_exception_is_logged_and_answered_with_500(make_engine, monke
     status, answer = call(engine, "/server_info")
     assert status == 500 and "bug" in message(answer) and "KeyError" in message(answer)
     assert "/server_info" in caplog.text and "Traceback" in caplog.text
+
+
+def test_a_client_that_leaves_before_the_first_event_is_no_error(caplog):
+    """The generation is closed, so that its request is aborted."""
+    was_closed = asyncio.Event()
+
+    async def chunks():
+        try:
+            yield b"data: 1\n\n"
+            await asyncio.Event().wait()
+        finally:
+            was_closed.set()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return await common.event_stream(request, chunks())
+
+    async def ask() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/", handle)])
+        async with TestClient(TestServer(app)) as client:
+            with pytest.raises(ClientError):
+                await client.get("/")
+            await was_closed.wait()
+
+    asyncio.run(asyncio.wait_for(ask(), 60))
+    assert not caplog.records

@@ -152,8 +152,8 @@ async def event_stream(
     """Send encoded events, and `[DONE]` if they have no names. An error before them sets the status."""
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
     try:
+        await response.prepare(request)
         await response.write(first)
         async for chunk in _append_error(request, chunks, has_named_events):
             # aiohttp ends the response at an empty chunk.
