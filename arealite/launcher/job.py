@@ -29,6 +29,7 @@ from arealite.api.backends import API_KEY_ENV, BACKENDS, KEY_REFERENCE
 from arealite.api.config_field import check_section
 from arealite.api.errors import ConfigError, WaitTimeout
 from arealite.launcher.launch_config import LaunchConfig
+from arealite.launcher.output import lasting_output
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
@@ -56,6 +57,7 @@ def resume_command() -> str:
     return f"{shlex.join(kept)} recover.mode=auto"
 
 
+@lasting_output()
 def name_checkpoint(job: Job, code: int) -> None:
     """After a signal, print the newest recover checkpoint and the command that continues it."""
     saved = sorted(job.run_dir.recover.glob("step*"))

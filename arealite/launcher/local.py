@@ -18,6 +18,7 @@ from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.memory import describe_memory
 from arealite.launcher.node import run_node
+from arealite.launcher.output import lasting_output
 from arealite.launcher.placement import local_slots
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import COLLAPSED, REFUSED, run_main
@@ -48,6 +49,7 @@ def show_plan(job: Job, servers_run_here: bool, more: str = "") -> int:
     return 0
 
 
+@lasting_output()
 def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
     """Run a job, again after a failure that may pass (`recover.retries`). Returns the exit code."""
     retries = job.config.recover.retries

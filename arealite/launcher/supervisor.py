@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from arealite.api.errors import AReaLiteError
+from arealite.launcher.output import lasting_output
 from arealite.launcher.watchdog import remove_paths
 from arealite.utils.activity import activity
 from arealite.utils.process import MARK_ENV, describe_exit, die_with_parent, end_families, last_error, tail
@@ -148,8 +149,10 @@ class Supervisor:
         self._watchdog: subprocess.Popen | None = None
         self._has_lost_log = False
         self._paths: list[Path] = []
+        self._output = contextlib.ExitStack()
 
     def __enter__(self) -> Supervisor:
+        self._output.enter_context(lasting_output())
         self._watchdog = subprocess.Popen(
             [sys.executable, "-m", "arealite.launcher.watchdog"],
             stdin=subprocess.PIPE,
@@ -179,6 +182,7 @@ class Supervisor:
             self._selector.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+            self._output.close()
 
     def remove_at_end(self, path: Path) -> None:
         """Have a file or folder removed after the last child is gone, also if this process is killed."""
