@@ -133,8 +133,11 @@ def set_tool_choice(request: ChatRequest, given: Any) -> None:
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:
     function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, dict):
+    if given.get("type") != "function":
         raise FieldError("tools", f"tools must have the type function, got {given.get('type')!r:.100}")
+    if not isinstance(function, dict):
+        form = '{"type": "function", "function": {"name": …, "parameters": …}}'
+        raise FieldError("tools", f"a tool must have the form {form}, got {given!r:.300}")
     return tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 

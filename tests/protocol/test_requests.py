@@ -158,6 +158,13 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("given", [{"type": "function", **FUNCTION}, {"type": "function", "function": "add"}])
+def test_a_tool_in_the_form_of_another_api_is_told_the_right_one(given):
+    with pytest.raises(FieldError, match=r'must have the form {"type": "function", "function": {"name": …') as caught:
+        chat.parse({"messages": [USER], "tools": [given]})
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize("api", [chat, completions, responses, messages])
 def test_random_bodies_raise_field_errors_only(api):
     rng = random.Random(17)
