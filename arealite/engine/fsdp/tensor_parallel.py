@@ -26,8 +26,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
     """Split `model`; return the names of replicated parameters whose gradients are partial.
 
-    Per-head norms see only this rank's heads, activations with parameters (Apertus) only its part of the inner width:
-    their gradients must be summed over the tensor group.
+    Per-head norms, and activations (Apertus), see only this rank's part: their gradients are summed over the group.
     """
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     partial: set[int] = set()
