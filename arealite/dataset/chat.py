@@ -8,6 +8,7 @@ every turn of the assistant becomes a row of its own, with the conversation befo
 
 import itertools
 from collections.abc import Set
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -56,9 +57,8 @@ def render(
 ) -> str:
     """Return a conversation as text; raises `ValueError` if the template rejects it."""
     try:
-        return str(
-            tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        how: Any = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return str(tokenizer.apply_chat_template(messages, **how))
     # A template that adds texts raises TypeError for a content that is None.
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the tokenizer's chat template rejects its messages: {error}") from error

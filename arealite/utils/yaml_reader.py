@@ -75,7 +75,7 @@ class _Loader(yaml.SafeLoader):
         self._count(1, event)
         if len(self._path) > MAX_DEPTH:
             raise _error(f"{self._name()}nested more than {MAX_DEPTH} levels deep", event)
-        node = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)  # pyright: ignore[reportArgumentType]
         self._path.pop()
         self._sizes[id(node)] = self._num_values - before
         return node
