@@ -99,7 +99,7 @@ def test_ready_loop_equals_script_bit_for_bit(model_path, gsm8k_path, tmp_path):
         # Values of the script's config file that differ from the defaults.
         *("train_dataset.max_length=1024", "trainer.grpo.actor.optimizer.weight_decay=0.017"),
         *("trainer.grpo.actor.optimizer.beta2=0.999", "trainer.grpo.actor.max_tokens_per_mb=16384"),
-            "trainer.grpo.actor.prox_logp=interpolate",
+        "trainer.grpo.actor.prox_logp=interpolate",
     )
     one, two = (folder / "gsm8k-grpo" / "trial0" for folder in (script, ready))
     for a, b in zip(stats_of(one), stats_of(two), strict=True):
