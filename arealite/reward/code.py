@@ -34,7 +34,7 @@ def plain(value):
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 def same(value, wanted):
-    assert plain(value) == wanted or (isinstance(wanted, list) and wanted and plain(value) == wanted[0])
+    assert plain(value) == wanted or [plain(value)] == wanted
 """
 
 

@@ -76,6 +76,11 @@ def test_functions_of_apps_are_called(code, score):
     assert code_reward(completion=fenced(code), input_output=json.dumps(row)) == score
 
 
+def test_the_first_element_of_a_longer_list_is_not_its_result():
+    row = {"fn_name": "pair", "inputs": [[1, 2], [3, 4]], "outputs": [[1, 2], [3, 4]]}
+    assert code_reward(completion=fenced("def pair(a, b): return a"), input_output=row) == 0.0
+
+
 def test_values_of_all_kinds_arrive_as_they_are():
     code = """
 import collections, fractions, decimal
