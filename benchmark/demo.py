@@ -30,7 +30,7 @@ from reverse import make_model  # noqa: E402
 
 GOAL, SMOOTH = 0.9, 3
 SAMPLES_PER_STEP = 64 * 8
-ETA = {"asynchronous": 2, "synchronous": 0}
+ETA = {"asynchronous": 1, "synchronous": 0}
 
 
 def run_arealite(name: str, model: Path, work: Path, seed: int) -> list[tuple[float, float]]:
