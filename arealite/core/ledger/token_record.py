@@ -33,15 +33,25 @@ class TokenRecord(NamedTuple):
     advantages: np.ndarray | None = None
 
     def to_bytes(self) -> bytes:
-        has_gap, has_advantages = self.train_logp is not None, self.advantages is not None
-        header = np.array((_FORMAT, has_gap, has_advantages, len(self.ids)), _HEADER)
-        parts = [self.ids.astype("<i4"), self.loss_mask.astype("u1"), self.versions.astype("<i4")]
-        parts.append(_half(self.logprobs))
+        rows = TokenRecord(*(None if column is None else column[None] for column in self))  # type: ignore[arg-type]
+        return rows.rows_to_bytes([len(self.ids)])[0]
+
+    def rows_to_bytes(self, lengths: list[int]) -> list[bytes]:
+        """Return the record of each row; columns are padded, `[rows, n]`."""
+        columns = [self.ids.astype("<i4"), self.loss_mask.astype("u1"), self.versions.astype("<i4")]
+        columns.append(_half(self.logprobs))
         if self.train_logp is not None:
-            parts.append(_half(self.train_logp - self.logprobs))
+            columns.append(_half(self.train_logp - self.logprobs))
         if self.advantages is not None:
-            parts.append(_half(self.advantages))
-        return zlib.compress(b"".join((header.tobytes(), *(part.tobytes() for part in parts))), _LEVEL)
+            columns.append(_half(self.advantages))
+        headers = np.zeros(len(lengths), _HEADER)
+        headers["format"], headers["count"] = _FORMAT, lengths
+        headers["has_gap"], headers["has_advantages"] = self.train_logp is not None, self.advantages is not None
+        rows = zip(headers, zip(*columns, strict=True), lengths, strict=True)
+        return [
+            zlib.compress(b"".join((header.tobytes(), *(column[:length].tobytes() for column in row))), _LEVEL)
+            for header, row, length in rows
+        ]
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> "TokenRecord":

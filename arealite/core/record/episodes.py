@@ -5,7 +5,8 @@ its tokens begin and how many there are.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ def encode_episode(episode: Episode, seed: int, batch: TrainedRows | None, first
     """Describe an episode. Its rows in `batch`, if it was trained, begin at `first_row`."""
     result = episode.result
     num_rows = 0 if batch is None or result is None else result.num_samples
-    rows = [] if batch is None else batch.take(first_row, num_rows)
+    rows = deque(() if batch is None else batch.take(first_row, num_rows))
     data, problem = encode_row(episode.data) if episode.workflow is not None else (None, "restored from a checkpoint")
     return {
         "id": str(episode.id),
@@ -129,7 +130,7 @@ def decode_row(value: Any) -> Any:
     return [decode_row(item) for item in value] if isinstance(value, list) else value
 
 
-def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, Any]:
+def _encode_request(logged: LoggedRequest, rows: deque[_Row]) -> dict[str, Any]:
     samples = [_encode_sample(response, rows) for response in logged.responses]
     encoded: dict[str, Any] = {"seed": logged.seed, "samples": samples}
     if logged.is_group:
@@ -143,12 +144,18 @@ def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, An
     return encoded
 
 
-def _encode_sample(response: ModelResponse, rows: Sequence[_Row]) -> dict[str, Any]:
+def _encode_sample(response: ModelResponse, rows: deque[_Row]) -> dict[str, Any]:
+    """Describe an answer.
+
+    The row that holds it becomes the last of `rows`: mostly the row after it holds the next answer.
+    """
     sample: dict[str, Any] = {"stop": response.stop_reason}
     if response.num_interruptions:
         sample["interruptions"] = response.num_interruptions
-    row = next((row for row in rows if row.holds(response)), None)
-    if row is not None:
+    number = next((i for i, row in enumerate(rows) if row.holds(response)), None)
+    if number is not None:
+        row = rows[number]
+        rows.rotate(-number - 1)
         return sample | {"at": [row.index, len(response.input_tokens), len(response.output_tokens)]}
     tokens = {"tokens": response.output_tokens, "logprobs": response.output_logprobs}
     return sample | tokens | {"versions": response.output_versions}
