@@ -22,7 +22,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from arealite.inference.cuda import group_kernels as _kernels
 from arealite.inference.cuda.ops import quantize
-from arealite.inference.experts.fp8_experts import FORWARDS
+from arealite.inference.cuda.split_k import is_early, launch_options
+from arealite.inference.experts import fp8_experts
 from arealite.inference.fp8 import FP8
 from arealite.utils.routing import expert_blocks
 
@@ -53,66 +54,82 @@ def use_grouped_kernels(model: PreTrainedModel) -> None:
             experts.config._experts_implementation_internal = IMPLEMENTATION
 
 
+def has_grouped_kernels(experts: Any) -> bool:
+    """Whether the forward pass of these experts is `forward_grouped`, without a sum over ranks."""
+    name = getattr(experts.config, "_experts_implementation_internal", None)
+    is_part = getattr(experts, "_is_expert_parallel", False)
+    return name in (IMPLEMENTATION, fp8_experts.IMPLEMENTATION) and not is_part
+
+
 def choose_experts(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the logits of a router [T, E], and the shares and indices of each token's experts [T, K]."""
     logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     num_tokens, num_experts = logits.shape
     index = torch.empty(num_tokens, router.top_k, dtype=torch.int64, device=logits.device)
     shares = torch.empty_like(index, dtype=_SOFTMAX_ROUTERS[type(router).__name__] or logits.dtype)
+    early = is_early(logits)
     kernels.choose_experts_kernel[(num_tokens,)](
         logits, index, shares, num_experts, router.top_k, NORMALIZED=getattr(router, "norm_topk_prob", True),
-        EXPERTS=triton.next_power_of_2(num_experts), num_warps=1,
+        EXPERTS=triton.next_power_of_2(num_experts), EARLY=early, num_warps=1, **launch_options(early),
     )  # fmt: skip
     return logits, shares, index
 
 
 def forward_grouped(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each token's experts, weighted by `shares`, [T, size].
+    """Return the sum of each token's experts, weighted by `shares`, [T, size]."""
+    return expert_parts(experts, hidden, index, shares).sum(0)
+
+
+def expert_parts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return what each token's experts compute, weighted by `shares`, [K, T, size].
 
     `index` and `shares` are [T, K]. An index of E is an expert of another rank, which is skipped.
     """
     num_tokens, top_k = index.shape
     num_pairs, num_experts = num_tokens * top_k, experts.num_experts
+    rows = _tile_rows(num_pairs, num_experts)
+    num_tiles = num_pairs // rows + num_experts
     order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=hidden.device)
-    block = min(4096, max(16, triton.next_power_of_2(num_pairs)))
-    kernels.group_pairs_kernel[(num_experts,)](index.contiguous(), order, ends, num_pairs, BLOCK=block)
+    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=hidden.device)
+    early = is_early(hidden)
+    kernels.group_pairs_kernel[(num_experts,)](
+        index.contiguous(), order, tiles, num_pairs, num_tiles,
+        BLOCK=min(4096, max(16, triton.next_power_of_2(num_pairs))), BM=rows, TILES=16, EARLY=early,
+        **launch_options(early),
+    )  # fmt: skip
     inner, size = experts.down_proj.shape[2], hidden.shape[1]
-    tiles, tuning = _tiles(num_pairs, num_experts, experts.down_proj)
     gated = hidden.new_empty(num_pairs, inner)
-    kernels.gated_experts_kernel[(tiles, triton.cdiv(inner, 64))](
-        *_operands(experts, "gate_up_proj", hidden),
-        order,
-        ends,
-        gated,
-        num_experts,
-        top_k,
-        size,
-        inner,
-        BN=64,
-        **tuning,
-    )
+    kernels.gated_experts_kernel[(triton.cdiv(inner, 64), num_tiles)](
+        *_operands(experts, "gate_up_proj", hidden), order, tiles, gated, top_k, size, inner,
+        **_tuning(rows, 64, inner, size, experts.gate_up_proj, early),
+    )  # fmt: skip
     # Pairs of other ranks are not written. Transformers 5.17 has no such attribute.
     make = torch.zeros if getattr(experts, "_is_expert_parallel", False) else torch.empty
-    out = make(num_tokens, top_k, size, dtype=hidden.dtype, device=hidden.device)
-    kernels.down_experts_kernel[(tiles, triton.cdiv(size, 128))](
-        *_operands(experts, "down_proj", gated), shares.contiguous(), order, ends, out, num_experts, size, inner,
-        BN=128, **tuning,
+    out = make(top_k, num_tokens, size, dtype=hidden.dtype, device=hidden.device)
+    kernels.down_experts_kernel[(triton.cdiv(size, 128), num_tiles)](
+        *_operands(experts, "down_proj", gated), shares.contiguous(), order, tiles, out, num_tokens, top_k, size, inner,
+        **_tuning(rows, 128, size, inner, experts.down_proj, early),
     )  # fmt: skip
-    return out.sum(1)
+    return out
 
 
-def _tiles(num_pairs: int, num_experts: int, weight: torch.Tensor) -> tuple[int, dict[str, Any]]:
-    """Return the largest number of tiles that pairs may need, and constants of the kernels."""
-    # Most experts have one tile: half as many rows again as they have in the mean.
-    rows = min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
+def _tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Return the pairs of a tile: half as many again as an expert has in the mean, so that most have one tile."""
+    return min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
+
+
+def _tuning(
+    rows: int, columns: int, num_columns: int, length: int, weight: torch.Tensor, early: bool
+) -> dict[str, Any]:
+    """Return constants of a product whose sums have `length` terms."""
     in_fp8 = weight.dtype == FP8
-    tuning = {
-        "EXPERTS": triton.next_power_of_2(num_experts), "BM": rows, "BK": 128 if in_fp8 else 64, "SCALED": in_fp8,
-        "WIDEN": not weight.is_cuda, "num_warps": 8 if rows == 128 else 4, "num_stages": 4 if rows <= 64 else 3,
+    # Few rows: the product waits for weights, which long parts read fastest.
+    terms = 128 if in_fp8 or rows <= 32 else 64
+    return {
+        "BM": rows, "BN": columns, "BK": terms, "WHOLE": num_columns % columns == 0 and length % terms == 0,
+        "SCALED": in_fp8, "WIDEN": not weight.is_cuda, "EARLY": early, "num_warps": 8 if rows == 128 else 4,
+        "num_stages": 4 if rows == 64 or (in_fp8 and rows < 64) else 3, **launch_options(early),
     }  # fmt: skip
-    # Each expert with pairs has at most one tile that is not full.
-    return num_pairs // rows + min(num_pairs, num_experts), tuning
 
 
 def _operands(experts: Any, name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -128,4 +145,4 @@ def _operands(experts: Any, name: str, x: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = forward_grouped
-FORWARDS["cuda"] = forward_grouped
+fp8_experts.FORWARDS["cuda"] = forward_grouped

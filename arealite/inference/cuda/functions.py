@@ -18,12 +18,13 @@ def sum_parts(
 ):  # fmt: skip
     """Numbers of a product at some places.
 
-    With PARTS > 1, sums of its parts plus the bias, rounded to TYPE.
+    With PARTS > 1, the sum of its parts in float32 plus the bias, rounded to TYPE.
     """
     x = tl.load(part_ptr + place, mask=inside, other=0.0)
     if PARTS > 1:
+        x = x.to(tl.float32)
         for i in tl.static_range(1, PARTS):
-            x += tl.load(part_ptr + i * part_stride + place, mask=inside, other=0.0)
+            x += tl.load(part_ptr + i * part_stride + place, mask=inside, other=0.0).to(tl.float32)
         if BIASED:
             x += tl.load(bias_ptr + bias_place, mask=inside, other=0.0).to(tl.float32)
         x = x.to(TYPE)

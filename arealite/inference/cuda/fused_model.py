@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from arealite.inference.cuda import ops as cuda_ops
-from arealite.inference.cuda.experts import use_grouped_kernels
+from arealite.inference.cuda.experts import expert_parts, has_grouped_kernels, use_grouped_kernels
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.cuda.split_k import Parts, Product, split_linear, split_product
 from arealite.inference.fp8 import Fp8Linear
@@ -144,11 +144,14 @@ class _Experts:
 
     fp8 = False
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: Any):
         self.block = block
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x[None])[0]
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | Parts:
+        if not has_grouped_kernels(self.block.experts):
+            return self.block(x[None])[0]
+        _, shares, index = self.block.gate(x)
+        return Parts(expert_parts(self.block.experts, x, index, shares), None)
 
 
 def _join_layers(layers: list[Any], adds_parts: bool) -> Product:

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from arealite.inference.cuda.kernels import times
 
 
 @triton.jit
 def choose_experts_kernel(
-    logits_ptr, index_ptr, share_ptr, num_experts, top_k, NORMALIZED: tl.constexpr, EXPERTS: tl.constexpr
+    logits_ptr, index_ptr, share_ptr, num_experts, top_k,
+    NORMALIZED: tl.constexpr, EXPERTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of a token by softmax(logits), the largest share first. One program per token.
 
     `logits` [T, E]; `index` and `share` [T, K]. With NORMALIZED the shares add up to 1. Of equal logits the first
     experts are chosen.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, EXPERTS)
     logits = tl.load(logits_ptr + token * num_experts + each, mask=each < num_experts, other=-float("inf"))
@@ -44,12 +49,20 @@ def choose_experts_kernel(
 
 
 @triton.jit
-def group_pairs_kernel(index_ptr, order_ptr, ends_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Sort pairs by expert.
+def group_pairs_kernel(
+    index_ptr, order_ptr, tiles_ptr, num_pairs, num_tiles,
+    BLOCK: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Sort pairs by expert, and cut those of each expert into tiles of BM. One program per expert.
 
-    `order` [S] gets the pairs of expert 0, then 1, …, whose last ones end at `ends` [E]. One program per expert.
+    `order` [S] gets the pairs of expert 0, then 1, …. `tiles` [S // BM + E, 3] gets the expert of each tile, its first
+    place in `order` and the end of the expert's pairs there; the expert is -1 if a tile has no pairs. An expert has a
+    place for one tile more than it fills, so that no program needs to know the tiles of the others.
     Pairs of an index of E or more (experts of other ranks) are left out.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -59,7 +72,16 @@ def group_pairs_kernel(index_ptr, order_ptr, ends_ptr, num_pairs, BLOCK: tl.cons
         before += (inside & (ids < expert)).to(tl.int32)
         own += (inside & (ids == expert)).to(tl.int32)
     first = tl.sum(before, 0)
-    tl.store(ends_ptr + expert, first + tl.sum(own, 0))
+    end = first + tl.sum(own, 0)
+    tile = first // BM + expert
+    after = tl.where(expert == tl.num_programs(0) - 1, num_tiles, end // BM + expert + 1)
+    for base in range(tile, after, TILES):
+        tiles = base + tl.arange(0, TILES)
+        places = first + (tiles - tile) * BM
+        own_at, wanted = tiles_ptr + 3 * tiles, tiles < after
+        tl.store(own_at, tl.where(places < end, expert, -1), mask=wanted)
+        tl.store(own_at + 1, places, mask=wanted)
+        tl.store(own_at + 2, tl.zeros_like(places) + end, mask=wanted)
     for start in range(0, num_pairs, BLOCK):
         inside = start + at < num_pairs
         is_own = inside & (tl.load(index_ptr + start + at, mask=inside, other=0) == expert)
@@ -69,21 +91,13 @@ def group_pairs_kernel(index_ptr, order_ptr, ends_ptr, num_pairs, BLOCK: tl.cons
 
 
 @triton.jit
-def find_tile(ends_ptr, tile, num_experts, EXPERTS: tl.constexpr, BM: tl.constexpr):
-    """Return the expert of a tile of BM sorted pairs, the first pair and the end of the expert's pairs.
-
-    Tiles have pairs of one expert. A tile behind the last one gets the expert `num_experts`.
-    """
-    each = tl.arange(0, EXPERTS)
-    known = each < num_experts
-    ends = tl.load(ends_ptr + each, mask=known, other=0)
-    starts = tl.load(ends_ptr + each - 1, mask=known & (each > 0), other=0)
-    tiles = tl.where(known, (ends - starts + BM - 1) // BM, 0)
-    after = tl.cumsum(tiles, 0)
-    expert = tl.sum((known & (after <= tile)).to(tl.int32), 0)
-    is_own = each == expert
-    first = tl.sum(tl.where(is_own, starts + (tile - after + tiles) * BM, 0), 0)
-    return expert, first, tl.sum(tl.where(is_own, ends, 0), 0)
+def load_part(at, has_row, has_col, WHOLE: tl.constexpr):
+    """Load a part of a matrix; without WHOLE, zeros outside of it."""
+    if WHOLE:
+        part = tl.load(at)
+    else:
+        part = tl.load(at, mask=has_row & has_col, other=0.0)
+    return part
 
 
 @triton.jit
@@ -97,20 +111,25 @@ def product(a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def gated_experts_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, order_ptr, ends_ptr, out_ptr,
-    num_experts, top_k, size, inner_size,
-    SCALED: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, order_ptr, tiles_ptr, out_ptr, top_k, size, inner_size,
+    SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WHOLE: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[s] = silu(gate) * up of the s-th sorted pair, [S, inner_size].
 
-    Grid (tiles of pairs, tiles of inner_size). `x` [T, size]; `weight` [E, 2 · inner_size, size] has gate, then up.
-    With SCALED both are in FP8, with scales [T] and [E, 2 · inner_size].
+    Grid (tiles of inner_size, tiles of pairs): programs beside each other read weights that lie beside each other.
+    `x` [T, size]; `weight` [E, 2 · inner_size, size] has gate, then up. With SCALED both are in FP8, with scales [T]
+    and [E, 2 · inner_size]. WHOLE: BK and BN divide the sizes.
     """
-    expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_experts, EXPERTS, BM)
-    if expert < num_experts:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile_at = tiles_ptr + 3 * tl.program_id(1)
+    expert = tl.load(tile_at)
+    if expert >= 0:
+        first, end = tl.load(tile_at + 1), tl.load(tile_at + 2)
         rows = first + tl.arange(0, BM)
-        cols = tl.program_id(1) * BN + tl.arange(0, BN)
+        cols = tl.program_id(0) * BN + tl.arange(0, BN)
         inner = tl.arange(0, BK)
         has_row, has_col = rows < end, cols < inner_size
         tokens = tl.load(order_ptr + rows, mask=has_row, other=0) // top_k
@@ -121,9 +140,8 @@ def gated_experts_kernel(
         for start in range(0, size, BK):
             inside = start + inner < size
             x = tl.load(x_at + start, mask=has_row[:, None] & inside[None, :], other=0.0)
-            wanted = has_col[None, :] & inside[:, None]
-            gate += product(x, tl.load(gate_at + start, mask=wanted, other=0.0), WIDEN)
-            up += product(x, tl.load(up_at + start, mask=wanted, other=0.0), WIDEN)
+            gate += product(x, load_part(gate_at + start, inside[:, None], has_col[None, :], WHOLE), WIDEN)
+            up += product(x, load_part(up_at + start, inside[:, None], has_col[None, :], WHOLE), WIDEN)
         if SCALED:
             scale_at = weight_scale_ptr + expert * 2 * inner_size + cols
             scale = tl.load(x_scale_ptr + tokens)[:, None]
@@ -138,20 +156,25 @@ def gated_experts_kernel(
 
 @triton.jit
 def down_experts_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, share_ptr, order_ptr, ends_ptr, out_ptr,
-    num_experts, size, inner_size,
-    SCALED: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, share_ptr, order_ptr, tiles_ptr, out_ptr,
+    num_tokens, top_k, size, inner_size,
+    SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WHOLE: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[s] @ weight[expert].T * share[pair] for the s-th sorted pair.
+    """out[k, t] = x[s] @ weight[expert].T * share[t, k] for the s-th sorted pair, of token t and its k-th expert.
 
-    Grid (tiles of pairs, tiles of size). `x` [S, inner_size] is sorted, `share` [S] and `out` [S, size] are not.
-    With SCALED `x` and `weight` are in FP8, with scales [S] and [E, size].
+    Grid (tiles of size, tiles of pairs). `x` is [S, inner_size], `share` [T, K], `out` [K, T, size].
+    With SCALED `x` and `weight` are in FP8, with scales [S] and [E, size]. WHOLE: BK and BN divide the sizes.
     """
-    expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_experts, EXPERTS, BM)
-    if expert < num_experts:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile_at = tiles_ptr + 3 * tl.program_id(1)
+    expert = tl.load(tile_at)
+    if expert >= 0:
+        first, end = tl.load(tile_at + 1), tl.load(tile_at + 2)
         rows = first + tl.arange(0, BM)
-        cols = tl.program_id(1) * BN + tl.arange(0, BN)
+        cols = tl.program_id(0) * BN + tl.arange(0, BN)
         inner = tl.arange(0, BK)
         has_row, has_col = rows < end, cols < size
         x_at = x_ptr + rows[:, None].to(tl.int64) * inner_size + inner[None, :]
@@ -160,8 +183,7 @@ def down_experts_kernel(
         for start in range(0, inner_size, BK):
             inside = start + inner < inner_size
             x = tl.load(x_at + start, mask=has_row[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(weight_at + start, mask=has_col[None, :] & inside[:, None], other=0.0)
-            acc += product(x, weight, WIDEN)
+            acc += product(x, load_part(weight_at + start, inside[:, None], has_col[None, :], WHOLE), WIDEN)
         if SCALED:
             scale = tl.load(weight_scale_ptr + expert * size + cols, mask=has_col, other=0.0)
             acc *= tl.load(x_scale_ptr + rows, mask=has_row, other=0.0)[:, None] * scale[None, :]
@@ -169,5 +191,6 @@ def down_experts_kernel(
         share = tl.load(share_ptr + pairs, mask=has_row, other=0.0)
         dtype = out_ptr.dtype.element_ty
         out = (acc.to(dtype).to(tl.float32) * share[:, None].to(tl.float32)).to(dtype)
-        to = pairs[:, None].to(tl.int64) * size + cols[None, :]
+        places = (pairs % top_k) * num_tokens + pairs // top_k
+        to = places[:, None].to(tl.int64) * size + cols[None, :]
         tl.store(out_ptr + to, out, mask=has_row[:, None] & has_col[None, :])

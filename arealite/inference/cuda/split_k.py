@@ -32,7 +32,7 @@ _CAPABILITY = (9, 0)  # the first with programmatic dependent launch
 class Parts:
     """A product whose parts have not been added: the kernel that reads it adds them, and the bias."""
 
-    sums: torch.Tensor  # [parts, M, N] in float32
+    sums: torch.Tensor  # [parts, M, N]
     bias: torch.Tensor | None
 
 
