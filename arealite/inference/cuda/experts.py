@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,15 @@ _SOFTMAX_ROUTERS = {
     "OlmoeTopKRouter": None,
     "MixtralTopKRouter": torch.float32,
 }
+
+
+class _Tiles(NamedTuple):
+    """Sizes of the tiles of a product, and how many parts of its operands are loaded ahead."""
+
+    rows: int
+    columns: int  # of gate and of up; other products have twice as many
+    terms: int
+    stages: int
 
 
 def use_grouped_kernels(model: PreTrainedModel) -> None:
@@ -87,48 +96,52 @@ def expert_parts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, shares
     """
     num_tokens, top_k = index.shape
     num_pairs, num_experts = num_tokens * top_k, experts.num_experts
-    rows = _tile_rows(num_pairs, num_experts)
-    num_tiles = num_pairs // rows + num_experts
+    tiles = _choose_tiles(num_pairs, num_experts, experts.down_proj.dtype == FP8)
+    num_tiles = num_pairs // tiles.rows + num_experts
     order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=hidden.device)
+    places = torch.empty(num_tiles, 3, dtype=torch.int32, device=hidden.device)
     early = is_early(hidden)
+    options = {"EARLY": early, **launch_options(early)}
+    block = min(4096, max(16, triton.next_power_of_2(num_pairs)))
     kernels.group_pairs_kernel[(num_experts,)](
-        index.contiguous(), order, tiles, num_pairs, num_tiles,
-        BLOCK=min(4096, max(16, triton.next_power_of_2(num_pairs))), BM=rows, TILES=16, EARLY=early,
-        **launch_options(early),
-    )  # fmt: skip
+        index.contiguous(), order, places, num_pairs, num_tiles, BLOCK=block, BM=tiles.rows, TILES=16, **options
+    )
     inner, size = experts.down_proj.shape[2], hidden.shape[1]
     gated = hidden.new_empty(num_pairs, inner)
-    kernels.gated_experts_kernel[(triton.cdiv(inner, 64), num_tiles)](
-        *_operands(experts, "gate_up_proj", hidden), order, tiles, gated, top_k, size, inner,
-        **_tuning(rows, 64, inner, size, experts.gate_up_proj, early),
+    columns = tiles.columns
+    kernels.gated_experts_kernel[(triton.cdiv(inner, columns), num_tiles)](
+        *_operands(experts, "gate_up_proj", hidden), order, places, gated, top_k, size, inner,
+        **_constants(tiles, columns, inner, size, experts.gate_up_proj), **options,
     )  # fmt: skip
     # Pairs of other ranks are not written. Transformers 5.17 has no such attribute.
     make = torch.zeros if getattr(experts, "_is_expert_parallel", False) else torch.empty
     out = make(top_k, num_tokens, size, dtype=hidden.dtype, device=hidden.device)
-    kernels.down_experts_kernel[(triton.cdiv(size, 128), num_tiles)](
-        *_operands(experts, "down_proj", gated), shares.contiguous(), order, tiles, out, num_tokens, top_k, size, inner,
-        **_tuning(rows, 128, size, inner, experts.down_proj, early),
+    columns = 2 * tiles.columns
+    kernels.down_experts_kernel[(triton.cdiv(size, columns), num_tiles)](
+        *_operands(experts, "down_proj", gated), shares.contiguous(), order, places, out,
+        num_tokens, top_k, size, inner, **_constants(tiles, columns, size, inner, experts.down_proj), **options,
     )  # fmt: skip
     return out
 
 
-def _tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Return the pairs of a tile: half as many again as an expert has in the mean, so that most have one tile."""
-    return min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
+def _choose_tiles(num_pairs: int, num_experts: int, in_fp8: bool) -> _Tiles:
+    """Return the fastest tiles on an H200 (benchmark/results/experts_h200.md)."""
+    # Half as many pairs again as an expert has in the mean, so that most experts have one tile.
+    rows = min(128, max(16, triton.next_power_of_2(int(1.5 * num_pairs / num_experts))))
+    if in_fp8:
+        return _Tiles(rows, 64, 128, 3 if rows == 128 else 4)
+    if num_pairs >= 128 * num_experts:
+        return _Tiles(128, 128, 64, 4)
+    # Few rows wait for weights, which long parts read fastest.
+    return _Tiles(rows, 64, 128, 3) if rows <= 32 else _Tiles(rows, 64, 64, 4 if rows == 64 else 3)
 
 
-def _tuning(
-    rows: int, columns: int, num_columns: int, length: int, weight: torch.Tensor, early: bool
-) -> dict[str, Any]:
-    """Return constants of a product whose sums have `length` terms."""
-    in_fp8 = weight.dtype == FP8
-    # Few rows: the product waits for weights, which long parts read fastest.
-    terms = 128 if in_fp8 or rows <= 32 else 64
+def _constants(tiles: _Tiles, columns: int, num_columns: int, length: int, weight: torch.Tensor) -> dict[str, Any]:
+    """Return those of a product with tiles of `columns` out of `num_columns`, whose sums have `length` terms."""
+    is_whole = num_columns % columns == 0 and length % tiles.terms == 0
     return {
-        "BM": rows, "BN": columns, "BK": terms, "WHOLE": num_columns % columns == 0 and length % terms == 0,
-        "SCALED": in_fp8, "WIDEN": not weight.is_cuda, "EARLY": early, "num_warps": 8 if rows == 128 else 4,
-        "num_stages": 4 if rows == 64 or (in_fp8 and rows < 64) else 3, **launch_options(early),
+        "BM": tiles.rows, "BN": columns, "BK": tiles.terms, "WHOLE": is_whole, "SCALED": weight.dtype == FP8,
+        "WIDEN": not weight.is_cuda, "num_warps": 8 if tiles.rows == 128 else 4, "num_stages": tiles.stages,
     }  # fmt: skip
 
 

@@ -161,9 +161,10 @@ def down_experts_kernel(
     SCALED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     WHOLE: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[k, t] = x[s] @ weight[expert].T * share[t, k] for the s-th sorted pair, of token t and its k-th expert.
+    """out[k, t] = x[s] @ weight[expert].T * share[t, k] for the s-th sorted pair.
 
-    Grid (tiles of size, tiles of pairs). `x` is [S, inner_size], `share` [T, K], `out` [K, T, size].
+    That is token t and its k-th expert. Grid (tiles of size, tiles of pairs). `x` is [S, inner_size], `share` [T, K]
+    and `out` [K, T, size].
     With SCALED `x` and `weight` are in FP8, with scales [S] and [E, size]. WHOLE: BK and BN divide the sizes.
     """
     if EARLY:
