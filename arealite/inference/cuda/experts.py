@@ -137,7 +137,10 @@ def _choose_tiles(num_pairs: int, num_experts: int, in_fp8: bool) -> _Tiles:
 
 
 def _constants(tiles: _Tiles, columns: int, num_columns: int, length: int, weight: torch.Tensor) -> dict[str, Any]:
-    """Return those of a product with tiles of `columns` out of `num_columns`, whose sums have `length` terms."""
+    """Return constants of a product's kernel.
+
+    The product has `num_columns` columns, `columns` of them in a tile, and sums of `length` terms.
+    """
     is_whole = num_columns % columns == 0 and length % tiles.terms == 0
     return {
         "BM": tiles.rows, "BN": columns, "BK": tiles.terms, "WHOLE": is_whole, "SCALED": weight.dtype == FP8,
