@@ -23,14 +23,13 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.io_struct import Batch
-from arealite.api.vision_api import PlacedImage
+from arealite.api.vision_api import IMAGE_MARK, PlacedImage, image_parts, with_image_parts
 from arealite.utils.images import check_count, decode_image, from_data_url, image_bytes
 from arealite.utils.script_check import end_check
 
 # What the processors of supported families return for images.
 _INPUTS = ({"pixel_values", "image_grid_thw"}, {"pixel_values"})
 TEXT_COLUMNS = ("prompt", "problem", "question")
-_MARK = "<image>"
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
 
 
@@ -136,22 +135,20 @@ class VisionProcessor:
         listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
         images = [image_bytes(image, image_folder) for image in listed]
         if data.get("messages") is not None:
-            return self.encode_messages(_with_image_parts(data["messages"], len(images)), images, **variables)
+            return self.encode_messages(with_image_parts(data["messages"], len(images)), images, **variables)
         if "input_ids" in data:
             return self.match(list(data["input_ids"]), images)
         column = next((key for key in TEXT_COLUMNS if isinstance(data.get(key), str)), None)
         if column is None:
             raise DatasetError(f"a row has the columns {sorted(data)}; expected `messages` or one of {TEXT_COLUMNS}")
         text: str = data[column]
-        pieces = text.split(_MARK)
+        pieces = text.split(IMAGE_MARK)
         if column == "prompt" or not self.chat_template:
             missing = len(images) if len(pieces) == 1 and self.image_token not in text else 0
             return self.encode(self.image_token * missing + self.image_token.join(pieces), images)
-        parts: list[dict[str, str]] = [{"type": "image"}] * (len(images) if len(pieces) == 1 else 0)
-        for i, piece in enumerate(pieces):
-            parts += [{"type": "image"}] * (i > 0)
-            parts += [{"type": "text", "text": piece}] * bool(piece)
-        return self.encode_messages([{"role": "user", "content": parts}], images, **variables)
+        first: list[dict[str, str]] = [{"type": "image"}] * (len(images) if len(pieces) == 1 else 0)
+        message = {"role": "user", "content": first + image_parts(text)}
+        return self.encode_messages([message], images, **variables)
 
     def match(self, input_ids: list[int], images: list[bytes]) -> VisionPrompt:
         """Pair token ids whose placeholders are expanded already with their images."""
@@ -233,16 +230,6 @@ class VisionProcessor:
         except (ValueError, ArithmeticError, LookupError, RuntimeError) as error:
             raise RequestError(f"the image processor rejects an image of {picture.size}: {error}") from error
         return {k: v for k, v in outputs.items() if k not in ("attention_mask", "mm_token_type_ids")}
-
-
-def _with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return messages with parts for images, which come first in the user's message if there are none."""
-    has_parts = any(isinstance(m.get("content"), list) for m in messages)
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
-    if has_parts or not count or first is None:
-        return messages
-    parts = [{"type": "image"}] * count + [{"type": "text", "text": messages[first]["content"]}]
-    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 
 def _load_processor(path: str) -> Any:

@@ -58,6 +58,29 @@ def test_bad_prompts_and_images_are_refused(processors, tmp_path):
         VisionProcessor.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_in_messages_are_the_places_of_images(processors, kind):
+    processor, images, at = processors[kind], [picture(0), picture(1, (48, 24))], placeholder(kind)
+
+    def ids(*messages):
+        row = {"images": images, "messages": [{"role": role, "content": content} for role, content in messages]}
+        return processor.encode_row(row).input_ids
+
+    def expected(text):
+        return processor.encode(text.replace("#", at), images).input_ids
+
+    assert ids(("user", "a<image>b<image>c")) == expected("<user>a#b#c<assistant>")
+    turns = [("user", "<image>a"), ("assistant", "b"), ("user", "c<image>")]
+    assert ids(*turns) == expected("<user>#a<assistant>b<user>c#<assistant>")
+    # Without marks they come first, also if content is a list of texts.
+    in_parts = [("system", [{"type": "text", "text": "s"}]), ("user", [{"type": "text", "text": "a"}])]
+    assert ids(*in_parts) == expected("<system>s<user>##a<assistant>")
+    placed = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
+    assert ids(("user", placed)) == expected("<user>a#b#<assistant>")
+    with pytest.raises(RequestError, match=r"1 image placeholders .* for 0 images"):
+        processor.encode_row({"messages": [{"role": "user", "content": "<image>a"}]})
+
+
 def rows(length: int, count: int, **images):
     ids = torch.arange(count * length).view(count, length)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "group_ids": ids[:, 0], **images}
