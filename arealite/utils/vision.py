@@ -215,14 +215,25 @@ class VisionProcessor:
         check_count(len(images))
         features = []
         for output in [self._call(decode_image(image)) for image in images]:
-            count = int((output.pop("input_ids") == self.image_token_id).sum())
+            ids = output.pop("input_ids")[0].tolist()
             if output.keys() not in _INPUTS:
                 raise ConfigError(
                     f"{type(self.processor).__name__} returns {sorted(output)} for images; supported are models of the "
                     "Qwen2-VL and LLaVA kinds"
                 )
-            features.append((output, count))
+            self._check_placeholders(ids, output)
+            features.append((output, ids.count(self.image_token_id)))
         return features
+
+    def _check_placeholders(self, ids: list[int], inputs: Batch) -> None:
+        """Raise `ConfigError` if an image has tokens other than the placeholder, or several tiles."""
+        count, tiles = ids.count(self.image_token_id), 1 if "image_grid_thw" in inputs else len(inputs["pixel_values"])
+        if not count or tiles > 1 or ids != self.tokenizer.encode(self.image_token * count):
+            raise ConfigError(
+                f"{type(self.processor).__name__} makes {tiles} tile(s) of an image, and {len(ids)} tokens of which "
+                f"{count} are {self.image_token}; supported are models of the Qwen2-VL and LLaVA kinds, where an image "
+                "is one tile and all its tokens are the placeholder"
+            )
 
     def _call(self, picture: Any) -> Batch:
         try:

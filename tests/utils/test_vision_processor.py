@@ -4,12 +4,14 @@ import pickle
 
 import pytest
 import torch
+from transformers import InternVLProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from arealite.api.errors import ConfigError, RequestError
 from arealite.utils.data import concat_padded, select_rows, split_groups
 from arealite.utils.images import decode_image
 from arealite.utils.vision import VisionProcessor
-from tests.tiny_model import make_model
+from tests.tiny_model import make_model, make_tokenizer
 from tests.tiny_vision import KINDS, make_vision_model, picture, placeholder
 
 
@@ -79,6 +81,27 @@ def test_marks_in_messages_are_the_places_of_images(processors, kind):
     assert ids(("user", placed)) == expected("<user>a#b#<assistant>")
     with pytest.raises(RequestError, match=r"1 image placeholders .* for 0 images"):
         processor.encode_row({"messages": [{"role": "user", "content": "<image>a"}]})
+
+
+def test_processors_that_write_more_than_placeholders_are_refused():
+    """InternVL cuts images into tiles and writes <img> and </img> around them, which would be missing."""
+    tokenizer = make_tokenizer()
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<c>",
+        "video_token": "<v>",
+    }
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, name + "_id", tokenizer.convert_tokens_to_ids(token))
+    image_only = type("InternVL", (InternVLProcessor,), {"check_argument_for_proper_class": lambda *_: None})
+    images = GotOcr2ImageProcessorPil(size={"height": 8, "width": 8})
+    processor = VisionProcessor(image_only(images, tokenizer, None, image_seq_length=4), "folder")
+    for size, message in (((8, 8), "1 tile.* 6 tokens of which 4 are <c>"), ((40, 24), "7 tile")):
+        with pytest.raises(ConfigError, match=message):
+            processor.encode("a<c>b", [picture(0, size)])
 
 
 def rows(length: int, count: int, **images):
