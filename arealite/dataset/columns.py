@@ -78,6 +78,15 @@ def read_tools(row: Row) -> Row:
     return {"tools": tools}
 
 
+def refuse_images(row: Row) -> None:
+    """Raise `ValueError` for a row with `images`, which training on texts would leave out."""
+    if isinstance(row.get("images"), list | tuple | dict) and row["images"]:
+        raise ValueError(
+            "it has `images`, and this trainer reads texts only: remove the column, or train with a script and "
+            "collate_vision_sft (docs/vision.md)"
+        )
+
+
 def _is_message(message: Any) -> bool:
     """Whether it has a role, and text, parts (of images) or tool calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):

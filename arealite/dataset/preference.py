@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
-from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, read_tools
+from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, read_tools, refuse_images
 from arealite.dataset.sft import collate_sft, fill_prompt, load_tokens, refuse_template, tokenize_sft
 
 _SIDES = ("chosen", "rejected")
@@ -41,6 +41,7 @@ def get_preferences(
 def read_pair(raw: Row, config: DataSourceConfig) -> Row:
     """Return `prompt`, `chosen` and `rejected` of a row; raises `ValueError` for a malformed one."""
     row = apply_columns(raw, config.columns)
+    refuse_images(row)
     missing = [side for side in _SIDES if side not in row]
     if missing:
         raise ValueError(

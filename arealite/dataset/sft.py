@@ -12,7 +12,7 @@ from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
-from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows, read_tools
+from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows, read_tools, refuse_images
 from arealite.dataset.hub import check_hub
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
 from arealite.dataset.rows import load_dataset
@@ -90,6 +90,7 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     """Return a row with `messages`, or with `prompt` and `response`; raises `ValueError`."""
     adapted = how.adapt(raw) if how.adapt and not config.columns else raw
     row = apply_columns(adapted, config.columns or how.columns)
+    refuse_images(row)
     if "messages" in row:
         check_messages("messages", row["messages"])
         if "prompt" not in row:

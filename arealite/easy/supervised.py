@@ -75,7 +75,8 @@ def _read_conversation(row: Row) -> Row:
     if "completion" in row and "response" not in row:
         row = {**{name: value for name, value in row.items() if name != "completion"}, "response": row["completion"]}
     if isinstance(row.get("prompt"), list) and isinstance(row.get("response"), list):
-        return {"messages": [*row["prompt"], *row["response"]], "tools": row.get("tools")}
+        messages = [*row["prompt"], *row["response"]]
+        return {"messages": messages, "tools": row.get("tools"), "images": row.get("images")}
     if "text" in row and not {"messages", "prompt"} & row.keys():
         raise ValueError("it has only `text`: give `messages`, or `prompt` and `response`, which says what to train on")
     return row

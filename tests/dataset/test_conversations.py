@@ -153,3 +153,19 @@ def test_a_template_that_adds_texts_rejects_other_content_in_one_line():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     with pytest.raises(ValueError, match=r"the tokenizer's chat template rejects its messages: can only concatenate"):
         tokenize_chat([CHAT[1], call], tokenizer)
+
+
+def test_rows_with_images_are_refused(tmp_path, tokenizer):
+    """The images would be left out without a word."""
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for load, row in (
+        (get_sft, {"messages": CHAT}),
+        (get_sft, {"prompt": "<image>a", "response": "b"}),
+        (get_preferences, pair),
+    ):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row | {"images": []}) + "\n" + json.dumps(row | {"images": ["a.png"]}) + "\n")
+        with pytest.raises(DatasetError, match="row 2: it has `images`, and this trainer reads texts only"):
+            load(DatasetConfig(path=str(path)), tokenizer)
+    chosen = DatasetConfig(path=str(path), columns={name: name for name in pair})
+    assert len(get_preferences(chosen, tokenizer)) == 2
