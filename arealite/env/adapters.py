@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.named_code import load_object
 from arealite.api.rollout_api import Environment, Step
@@ -36,6 +38,11 @@ class GymnasiumEnvironment(Environment):
                     f"the environment {env} needs gymnasium ({error}): pip install 'arealite[gym]'"
                 ) from None
             env = gymnasium.make(env, **kwargs)
+        if hasattr(env, "num_envs"):
+            raise ConfigError(
+                f"{type(env).__name__} plays {env.num_envs} episodes at once: give an environment of one; the workflow "
+                "plays many at the same time, each in an environment of its own"
+            )
         self.env = env
         self.to_text = load_object(to_text, "to_text") if isinstance(to_text, str) else to_text
         self.to_action = load_object(to_action, "to_action") if isinstance(to_action, str) else to_action
@@ -46,6 +53,9 @@ class GymnasiumEnvironment(Environment):
         return self._describe(observation), info
 
     def step(self, action: Any) -> Step:
+        space = getattr(self.env, "action_space", None)
+        if self.to_action is None and isinstance(action, str) and _has_numbers(space):
+            raise ConfigError(f"the environment takes actions of {space}, and a reply is text: give to_action")
         try:
             chosen = action if self.to_action is None else self.to_action(action, self.env)
         except ValueError as error:
@@ -125,6 +135,12 @@ class VerifiersEnvironment(Environment):
         for fn, weight in zip(rubric.get_reward_funcs(), rubric.get_reward_weights(), strict=True):
             total += weight * float(await _result(fn(**_accepted(fn, given))))
         return total
+
+
+def _has_numbers(space: Any) -> bool:
+    """Return whether actions of a gymnasium space are numbers, arrays or collections, and no text."""
+    dtype = getattr(space, "dtype", None)
+    return hasattr(space, "spaces") or (dtype is not None and np.issubdtype(dtype, np.number))
 
 
 def _accepted(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

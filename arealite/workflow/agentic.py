@@ -90,6 +90,11 @@ class AgenticWorkflow(RolloutWorkflow):
         self.processor = VisionProcessor.load(processor) if isinstance(processor, str) else processor
         if isinstance(make_environment, str):
             make_environment = load_object(make_environment, "make_environment")
+        if not callable(make_environment):
+            raise ConfigError(
+                f"make_environment is a {type(make_environment).__name__} object, and each sample plays in an "
+                "environment of its own: give the class, a function, or functools.partial(class, arguments)"
+            )
         # Not always a partial: the kind of a class is looked at, and it is sent to processes.
         self.make_environment: MakeEnvironment = (
             partial(make_environment, **environment_args) if environment_args else make_environment

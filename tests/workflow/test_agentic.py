@@ -114,6 +114,17 @@ def test_gymnasium(tokenizer):
     assert batch["rewards"].tolist() == [1] and batch["stats/steps"].tolist() == [7]
 
 
+def test_what_no_episode_can_be_played_with_is_refused(tokenizer):
+    gymnasium = pytest.importorskip("gymnasium")
+    with pytest.raises(ConfigError, match="plays 2 episodes at once: give an environment of one"):
+        GymnasiumEnvironment(gymnasium.make_vec("FrozenLake-v1", num_envs=2))
+    with pytest.raises(ConfigError, match=r"is a GymnasiumEnvironment object.*give the class, a function"):
+        make(GymnasiumEnvironment("FrozenLake-v1"), tokenizer)
+    lake = functools.partial(GymnasiumEnvironment, "FrozenLake-v1")
+    with pytest.raises(CallError, match=r"takes actions of Discrete\(4\), and a reply is text: give to_action"):
+        run(make(lake, tokenizer), ScriptedEngine(tokenizer, ["1"]), {"seed": 1})
+
+
 def test_environments_and_agents_that_a_configuration_names(tokenizer):
     pytest.importorskip("gymnasium")
     own = "tests.workflow.test_agentic"
