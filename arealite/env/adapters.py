@@ -4,6 +4,7 @@
 """
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +19,8 @@ class GymnasiumEnvironment(Environment):
     """A gymnasium environment, by its id or as an object, whose observations and actions become text.
 
     `to_text(observation, env)` describes an observation; `to_action(text, env)` reads the action in a reply, and raises
-    `ValueError` if there is none. Then the agent is told so, and loses a step of the workflow's `max_turns`. Both may
-    be names, `package.module:function`.
+    `ValueError` if there is none. Then the agent is told so, and loses a step of the workflow's `max_turns`; the same
+    for a number that is no action of a discrete space. Both may be names, `package.module:function`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class GymnasiumEnvironment(Environment):
             raise ConfigError(f"the environment takes actions of {space}, and a reply is text: give to_action")
         try:
             chosen = action if self.to_action is None else self.to_action(action, self.env)
+            _check_discrete(chosen, space)
         except ValueError as error:
             return f"This is no valid action: {error}", self.invalid_reward, False, False, {}
         observation, reward, terminated, truncated, info = self.env.step(chosen)
@@ -141,6 +143,16 @@ def _has_numbers(space: Any) -> bool:
     """Return whether actions of a gymnasium space are numbers, arrays or collections, and no text."""
     dtype = getattr(space, "dtype", None)
     return hasattr(space, "spaces") or (dtype is not None and np.issubdtype(dtype, np.number))
+
+
+def _check_discrete(chosen: Any, space: Any) -> None:
+    """Raise `ValueError` for a number that is no action of a gymnasium `Discrete` space.
+
+    The environment would raise, which costs the episode, or count a negative number from the end.
+    """
+    is_discrete = hasattr(space, "n") and hasattr(space, "start")
+    if is_discrete and isinstance(chosen, numbers.Integral) and not space.contains(chosen):
+        raise ValueError(f"{chosen} is not from {space.start} to {space.start + space.n - 1}")
 
 
 def _accepted(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,17 @@ def test_gymnasium(tokenizer):
     assert batch["rewards"].tolist() == [1] and batch["stats/steps"].tolist() == [7]
 
 
+def test_actions_that_a_gymnasium_environment_does_not_have(tokenizer):
+    """A number outside of the space costs a step, not the episode."""
+    pytest.importorskip("gymnasium")
+    lake = functools.partial(GymnasiumEnvironment, "FrozenLake-v1", is_slippery=False)
+    engine = ScriptedEngine(tokenizer, ["7", "-1", "1"])
+    batch = run(make(functools.partial(lake, to_action=as_number), tokenizer, max_turns=3), engine, {"seed": 1})
+    assert "no valid action: 7 is not from 0 to 3" in engine.prompts[1]
+    assert "no valid action: -1 is not from 0 to 3" in engine.prompts[2]
+    assert batch["stats/steps"].tolist() == [3]
+
+
 def test_what_no_episode_can_be_played_with_is_refused(tokenizer):
     gymnasium = pytest.importorskip("gymnasium")
     with pytest.raises(ConfigError, match="plays 2 episodes at once: give an environment of one"):
@@ -123,6 +134,10 @@ def test_what_no_episode_can_be_played_with_is_refused(tokenizer):
     lake = functools.partial(GymnasiumEnvironment, "FrozenLake-v1")
     with pytest.raises(CallError, match=r"takes actions of Discrete\(4\), and a reply is text: give to_action"):
         run(make(lake, tokenizer), ScriptedEngine(tokenizer, ["1"]), {"seed": 1})
+
+
+def as_number(text, env):
+    return int(text)
 
 
 def test_environments_and_agents_that_a_configuration_names(tokenizer):
