@@ -7,6 +7,7 @@ the session, give it a reward and end it. docs/agents.md describes the requests.
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +41,8 @@ class _Group:
     seed: int | None
     name: str | None = None
     num_started: int = 0
+    # Time of the event loop at which the group ends; set by its first session.
+    deadline: float = math.inf
     open: set[str] = field(default_factory=set[str])
     ended: dict[int, Session] = field(default_factory=dict[int, Session])
 
@@ -130,7 +133,8 @@ class OnlineWorkflow(RolloutWorkflow):
             "api_key": found.token,
             # At the address that this client used: the gateway may listen on all of them.
             "base_url": f"http://{request.host}{urlsplit(found.base_url).path}",
-            "timeout_s": self.session_timeout_s,
+            # Later sessions of a group end with it.
+            "timeout_s": round(own.deadline - asyncio.get_running_loop().time(), 3),
         }
         return json_response(answer)
 
@@ -143,10 +147,10 @@ class OnlineWorkflow(RolloutWorkflow):
         group.num_started += 1
         group.open.add(found.id)
         self._group_of[found.id] = group, number
-        loop = asyncio.get_running_loop()
-        loop.call_later(self.session_timeout_s, self._close, found.id)
         if number == 0:
-            loop.call_later(self.session_timeout_s, group.end)
+            loop = asyncio.get_running_loop()
+            group.deadline = loop.time() + self.session_timeout_s
+            loop.call_at(group.deadline, group.end)
         return found
 
     async def _reward(self, request: web.Request) -> web.Response:

@@ -120,6 +120,18 @@ def test_sessions_that_are_left_alone_expire_and_the_others_count():
     assert batch["rewards"].tolist() == [0.0, 1.0]
 
 
+def test_a_session_is_told_when_its_group_ends():
+    """Not its own timeout: it was closed earlier than the client had been told."""
+
+    async def client(http, url):
+        _, first = await post(http, f"{url}/rl/sessions", ADMIN, group="a")
+        await asyncio.sleep(0.5)
+        _, second = await post(http, f"{url}/rl/sessions", ADMIN, group="a")
+        assert first["timeout_s"] == pytest.approx(1.0, abs=0.01) and second["timeout_s"] <= 0.51
+
+    assert play(make(session_timeout_s=1.0), 1, client) == [None]
+
+
 def test_clients_get_the_address_that_they_used():
     """A gateway that listens on all addresses does not know by which one a client reaches it."""
 
