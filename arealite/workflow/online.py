@@ -119,7 +119,7 @@ class OnlineWorkflow(RolloutWorkflow):
         if not isinstance(name, str | None) or len(name or "") > _MAX_NAME:
             raise RequestError(f"group must name the task in at most {_MAX_NAME} characters, got {name!r:.60}")
         size = self.gconfig.n_samples
-        if name is None and size > 1:
+        if not name and size > 1:
             raise RequestError(f"{size} sessions at one task are compared with each other: name the task in `group`")
         free = [group for group in self._groups if group.has_room]
         own = next((group for group in free if group.name == name and group.num_started), None) if name else None

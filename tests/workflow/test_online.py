@@ -92,7 +92,7 @@ def test_only_the_admin_starts_sessions_and_names_the_task():
     async def client(http, url):
         for path in ("sessions", "reward", "end"):
             assert (await post(http, f"{url}/rl/{path}", "wrong", group="a"))[0] == 401
-        for group in (None, 3, "x" * 300):
+        for group in (None, "", 3, "x" * 300):
             assert (await post(http, f"{url}/rl/sessions", ADMIN, group=group))[0] == 400
         for session in (None, 3, "none"):
             assert (await post(http, f"{url}/rl/end", ADMIN, session=session, reward=1))[0] == 400
