@@ -110,7 +110,16 @@ class OnlineWorkflow(RolloutWorkflow):
                 self._close(session_id)
         usable = {i: s for i, s in group.ended.items() if s.has_reward and any(r.tokens for r in s.replies.values())}
         # One sample of several has no other to be compared with.
-        return to_batch(usable) if len(usable) >= min(2, group.size) else None
+        needed = min(2, group.size)
+        if len(usable) >= needed:
+            return to_batch(usable)
+        logger.warning(
+            "sessions%s are not trained on: %d started, %d ended with a reward, %d of these had an answer; at least %d "
+            "of %d are needed. A session ends with /rl/end, within %g s",
+            f" of the group {group.name!r}" if group.name else "", group.num_started, len(group.ended), len(usable),
+            needed, group.size, self.session_timeout_s,
+        )  # fmt: skip
+        return None
 
     async def _start(self, request: web.Request) -> web.Response:
         """Start a session in the group of its task, or in one that waits for its first session."""

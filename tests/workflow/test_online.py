@@ -120,6 +120,22 @@ def test_sessions_that_are_left_alone_expire_and_the_others_count():
     assert batch["rewards"].tolist() == [0.0, 1.0]
 
 
+def test_the_log_says_why_sessions_are_not_trained_on(caplog):
+    """The client was told that all went well, and the episode was only counted as rejected."""
+
+    async def client(http, url):
+        for calls in (0, 1):
+            _, session = await post(http, f"{url}/rl/sessions", ADMIN, group="a")
+            await chat(session, calls)
+            assert (await post(http, f"{session['base_url']}/rl/end", session["api_key"], reward=1.0))[0] == 200
+
+    assert play(make(), 1, client) == [None]
+    expected = (
+        "sessions of the group 'a' are not trained on: 2 started, 2 ended with a reward, 1 of these had an answer"
+    )
+    assert expected in caplog.text
+
+
 def test_a_session_is_told_when_its_group_ends():
     """Not its own timeout: it was closed earlier than the client had been told."""
 
