@@ -24,6 +24,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.console import show_message
 from arealite.utils.http.server import json_response, read_object
 from arealite.utils.seeds import derive_seed
 from arealite.utils.vision import VisionProcessor
@@ -96,9 +97,10 @@ class OnlineWorkflow(RolloutWorkflow):
         )
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
-        if self._gateway is None:
-            self._gateway = await self.host.get(engine)
-            logger.info("agents start sessions at http://%s:%d/rl/sessions", self._gateway.host, self._gateway.port)
+        gateway = await self.host.get(engine)
+        if self._gateway is not gateway:
+            self._gateway = gateway
+            show_message(f"agents start sessions at http://{gateway.host}:{gateway.port}/rl/sessions")
         loop = asyncio.get_running_loop()
         group = _Group(self.gconfig.n_samples, loop.create_future(), data.get("seed"))
         self._groups.append(group)

@@ -61,8 +61,10 @@ async def chat(started, count=1):
             await api.chat.completions.create(model="m", messages=[{"role": "user", "content": f"q{i}"}])
 
 
-def test_sessions_of_a_task_become_a_group():
+def test_sessions_of_a_task_become_a_group(capsys):
     async def client(http, url):
+        # Without it, the console says only that it waits for the first batch.
+        assert capsys.readouterr().out == f"agents start sessions at {url}/rl/sessions\n"
         started = []
         for group in ("a", "b", "a", "b"):
             status, session = await post(http, f"{url}/rl/sessions", ADMIN, group=group)
