@@ -4,8 +4,8 @@
         --config examples/arealite/configs/clevr_count_grpo.yaml actor.path=/path/to/model
 
 `train_dataset.path=generated` draws images on the fly. Any other path is a dataset with the columns `images`, `problem`
-and `answer`, such as CLEVR-count or Geometry3K. The embedded server runs vision-language models on the CPU; on GPUs use
-allocation_mode=sglang.… or vllm.….
+and `answer`, such as CLEVR-count or Geometry3K. docs/vision.md says which server (allocation_mode=embedded.…,
+sglang.… or vllm.…) runs which family.
 """
 
 from clevr_count import count_reward, load_rows
