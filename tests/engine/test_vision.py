@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlavaConfig, Qwen2_5_VLConfig, Qwen2Config
+from transformers import (
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    Glm4vConfig,
+    LlavaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen3VLConfig,
+)
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError
@@ -32,6 +40,32 @@ def qwen_config():
     )  # fmt: skip
 
 
+def qwen3_config():
+    """Its tower also adds features to the first layers of the decoder."""
+    vision = dict(
+        depth=2, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=2, spatial_merge_size=2,
+        temporal_patch_size=1, in_channels=3, out_hidden_size=32, num_position_embeddings=64,
+        deepstack_visual_indexes=[0, 1],
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    return Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 8, "rope_parameters": rope}, vision_config=vision,
+        image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
+    )  # fmt: skip
+
+
+def glm_config():
+    vision = dict(
+        depth=2, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=2, spatial_merge_size=2,
+        temporal_patch_size=1, in_channels=3, out_hidden_size=32, image_size=8,
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+    return Glm4vConfig(
+        text_config={**TEXT, "head_dim": 8, "rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE,
+        video_token_id=61, image_start_token_id=62, image_end_token_id=63, video_start_token_id=0, video_end_token_id=1,
+    )  # fmt: skip
+
+
 def llava_config():
     vision = CLIPVisionConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -42,13 +76,16 @@ def llava_config():
     )
 
 
+CONFIGS = {"qwen": qwen_config, "llava": llava_config, "qwen3": qwen3_config, "glm": glm_config}
+
+
 @pytest.fixture(scope="module")
 def vlm_dirs(tmp_path_factory):
     torch.manual_seed(0)
     dirs = {}
-    for name, config in (("qwen", qwen_config()), ("llava", llava_config())):
+    for name, config in CONFIGS.items():
         dirs[name] = str(tmp_path_factory.mktemp(name))
-        AutoModelForImageTextToText.from_config(config).save_pretrained(dirs[name])
+        AutoModelForImageTextToText.from_config(config()).save_pretrained(dirs[name])
     return dirs
 
 
@@ -84,10 +121,11 @@ def vlm_engine(path, parallel=None, **kwargs):
     return engine
 
 
-@pytest.mark.parametrize("kind", ["qwen", "llava"])
-def test_packed_rows_equal_single_rows_of_plain_transformers(vlm_dirs, kind):
-    engine = vlm_engine(vlm_dirs[kind])
-    plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[kind], attn_implementation="eager")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_rows_equal_single_rows_of_plain_transformers(vlm_dirs, name):
+    kind = "llava" if name == "llava" else "qwen"
+    engine = vlm_engine(vlm_dirs[name])
+    plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[name], attn_implementation="eager")
     batch = vlm_batch(kind)
     found = engine.forward(batch)["logp"]
     for i, (length, images, seed) in enumerate([(14, 1, 0), (9, 0, 1), (21, 2, 2), (16, 1, 3)]):
