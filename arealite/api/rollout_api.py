@@ -46,7 +46,10 @@ class Environment(abc.ABC):
         """
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the environment holds."""
+        """Free what the environment holds. Called for environments on the event loop, after each episode.
+
+        A worker process keeps its environment for later episodes and is killed with all that it has started.
+        """
         return None
 
 
