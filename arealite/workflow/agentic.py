@@ -176,8 +176,7 @@ class _InLoop:
         self.environment, self.timeout_s = environment, timeout_s
 
     async def reset(self, seed: int | None, options: dict[str, Any]) -> Any:
-        observation, _ = await self._await(self.environment.reset(seed=seed, options=options))
-        return observation
+        return _check_start(await self._await(self.environment.reset(seed=seed, options=options)))
 
     async def step(self, action: Any) -> Step:
         return _check_step(await self._await(self.environment.step(action)))
@@ -214,12 +213,25 @@ def _reset(make: MakeEnvironment, seed: int | None, options: dict[str, Any]) -> 
     environment = _kept.get("environment")
     if environment is None:
         environment = _kept["environment"] = make()
-    observation, _ = environment.reset(seed=seed, options=options)  # type: ignore[misc] - not a coroutine here
-    return observation
+    return _check_start(environment.reset(seed=seed, options=options))
 
 
 def _step(action: Any) -> Step:
     return _check_step(_kept["environment"].step(action))
+
+
+def _check_start(result: Any) -> Any:
+    """Return the observation of what `reset` returned; raises `ConfigError` for anything but two values."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise ConfigError(
+            "reset() of the environment is a coroutine function, and make_environment is no class that shows it: give "
+            "the class, or functools.partial(class, arguments)"
+        )
+    # Text and messages of two letters or keys could be unpacked too.
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(f"reset() of the environment returned {str(result)[:200]!r}; expected (observation, info)")
+    return result[0]
 
 
 def _check_step(result: Any) -> Step:

@@ -70,6 +70,25 @@ def test_an_environment_that_hangs_is_killed(tokenizer):
         run(make(AsyncCount, tokenizer, timeout_s=0.2), ScriptedEngine(tokenizer, ["hang"]), {})
 
 
+class Forgetful(AsyncCount):
+    """Leaves info out."""
+
+    async def reset(self, *, seed=None, options=None):
+        return {"role": "user", "content": "count"}
+
+
+def make_async_count():
+    return AsyncCount()
+
+
+def test_what_reset_returns_is_checked(tokenizer):
+    """A message has two keys: it was unpacked, and the agent read `role`."""
+    with pytest.raises(ConfigError, match=r"reset\(\) .* returned .*'count'.*; expected \(observation, info\)"):
+        run(make(Forgetful, tokenizer), ScriptedEngine(tokenizer, ["1"]), {})
+    with pytest.raises(CallError, match=r"reset\(\) of the environment is a coroutine function.*give the class"):
+        run(make(make_async_count, tokenizer), ScriptedEngine(tokenizer, ["1"]), {})
+
+
 class Careful(Agent):
     """Thinks first, then acts; its thoughts are trained on too."""
 
