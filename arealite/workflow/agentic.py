@@ -170,7 +170,7 @@ class AgenticWorkflow(RolloutWorkflow):
 
 
 class _InLoop:
-    """An environment whose methods are coroutines."""
+    """An environment whose methods are coroutines, or `step` at least."""
 
     def __init__(self, environment: Any, timeout_s: float):
         self.environment, self.timeout_s = environment, timeout_s
@@ -182,11 +182,11 @@ class _InLoop:
         return _check_step(await self._await(self.environment.step(action)))
 
     async def close(self) -> None:
-        closing = self.environment.close()
-        if inspect.isawaitable(closing):
-            await self._await(closing)
+        await self._await(self.environment.close())
 
     async def _await(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
         async with asyncio.timeout(self.timeout_s):
             return await result
 

@@ -70,6 +70,18 @@ def test_an_environment_that_hangs_is_killed(tokenizer):
         run(make(AsyncCount, tokenizer, timeout_s=0.2), ScriptedEngine(tokenizer, ["hang"]), {})
 
 
+class PlainStart(AsyncCount):
+    """Only what takes time is a coroutine."""
+
+    def reset(self, *, seed=None, options=None):
+        return self.inner.reset(seed=seed, options=options)
+
+
+def test_methods_that_take_no_time_need_not_be_coroutines(tokenizer):
+    batch = run(make(PlainStart, tokenizer), ScriptedEngine(tokenizer, ["1"]), {"limit": 1})
+    assert batch["rewards"].tolist() == [1]
+
+
 class Forgetful(AsyncCount):
     """Leaves info out."""
 
