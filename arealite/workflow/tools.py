@@ -17,6 +17,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.named_code import load_object
+from arealite.api.reward_api import is_async
 from arealite.api.trajectory import Trajectory
 from arealite.protocol.tool_calls import ToolCall, decode_answer, parse_tool_calls, style_of
 from arealite.utils.pools.call_pool import CallError, CallPool, CallTimeout
@@ -126,7 +127,7 @@ class ToolWorkflow(RLVRWorkflow):
         return self._readable(result)
 
     async def _call(self, tool: Callable[..., Any], arguments: dict[str, Any]) -> str:
-        if not inspect.iscoroutinefunction(tool):
+        if not is_async(tool):
             limit, timeout_s = self.max_tool_chars + 1, self.tool_timeout_s
             return await self.tool_pool.run(_call_tool, tool, arguments, limit, timeout_s=timeout_s)
         try:

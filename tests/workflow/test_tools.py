@@ -96,6 +96,21 @@ def test_arguments_have_the_annotated_types():
     assert batch["stats/tool_failures"].tolist() == [3]
 
 
+class Adder:
+    """A tool with a state of its own."""
+
+    async def __call__(self, a: int, b: int) -> int:
+        return a + b
+
+
+def test_an_object_that_is_called_as_a_coroutine_is_awaited():
+    """The model read `<coroutine object …>` as the result."""
+    tokenizer = make_chat_tokenizer("qwen25")
+    engine = ScriptedEngine(tokenizer, [call("Adder", a=2, b=3), "5"], end_of_turn("qwen25"))
+    batch = run(make(tokenizer, [Adder()]), engine, ROW)
+    assert "<tool_response>\n5\n</tool_response>" in engine.prompts[1] and batch["rewards"].tolist() == [1.0]
+
+
 def test_what_goes_wrong_is_told_to_the_model():
     tokenizer = make_chat_tokenizer("qwen25")
     tools = [scripted.add, scripted.crash, scripted.fail, scripted.fail_here, scripted.hang, scripted.hang_politely]
