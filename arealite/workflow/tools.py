@@ -7,6 +7,7 @@ returns is not trained on. A call that is malformed, raises, hangs or returns to
 
 import asyncio
 import inspect
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -54,6 +55,8 @@ class ToolWorkflow(RLVRWorkflow):
         self.tools = {_name(tool): tool for tool in loaded}
         if not loaded or len(self.tools) < len(loaded):
             raise ConfigError(f"tools must be functions of different names, got {[_name(tool) for tool in loaded]}")
+        for tool in loaded:
+            _check_sendable(tool)
         self.schemas = [tool_schema(tool) for tool in loaded]
         self.max_turns, self.tool_timeout_s, self.max_tool_chars = max_turns, tool_timeout_s, max_tool_chars
         self.tool_pool = tool_pool or CallPool()
@@ -148,6 +151,17 @@ class ToolWorkflow(RLVRWorkflow):
 
     def _new_trajectory(self) -> Trajectory:
         return Trajectory(self.tokenizer, self.schemas, enable_thinking=self.enable_thinking)
+
+
+def _check_sendable(tool: Callable[..., Any]) -> None:
+    """Raise `ConfigError` for a tool that worker processes cannot get: all its calls would fail."""
+    try:
+        _ = is_async(tool) or pickle.dumps(tool)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the tool {_name(tool)} cannot be sent to a worker process ({error}): define it at the top level of a "
+            "module or of your script, or make it a coroutine function"
+        ) from error
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:

@@ -205,5 +205,9 @@ def test_schemas_and_wrong_tools(tokenizer):
         make(tokenizer, [scripted.add, scripted.add])
     with pytest.raises(ConfigError, match=r"parameter \*\*row"):
         make(tokenizer, [exact])
+    with pytest.raises(
+        ConfigError, match=r"<lambda> cannot be sent to a worker process .*: define it at the top level"
+    ):
+        make(tokenizer, [lambda x: x])
     with pytest.raises(ConfigError, match="no 'sum'"):
         make(tokenizer, ["tests.workflow.scripted:sum"])
