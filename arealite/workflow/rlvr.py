@@ -66,8 +66,7 @@ class RLVRWorkflow(RolloutWorkflow):
         check_columns(self.reward_fn, data)
 
     def encode_prompt(self, data: dict[str, Any]) -> list[int]:
-        if data.get("images"):
-            raise DatasetError("a row has images, but RLVRWorkflow reads text only: use VisionRLVRWorkflow")
+        self.refuse_images(data)
         if "input_ids" in data:
             return list(data["input_ids"])
         if "messages" in data:
@@ -77,6 +76,12 @@ class RLVRWorkflow(RolloutWorkflow):
         raise DatasetError(
             f"a row has the columns {sorted(data)}; RLVRWorkflow needs `messages`, `prompt` or `input_ids`"
         )
+
+    def refuse_images(self, data: dict[str, Any]) -> None:
+        """Raise `DatasetError` for a row with images, which would be left out."""
+        if data.get("images"):
+            name = type(self).__name__
+            raise DatasetError(f"a row has images, but {name} reads text only: use VisionRLVRWorkflow")
 
     async def compute_rewards(
         self, prompt_ids: list[int], responses: list[ModelResponse], data: dict[str, Any]

@@ -65,6 +65,7 @@ class ToolWorkflow(RLVRWorkflow):
     def encode_prompt(self, data: dict[str, Any]) -> list[int]:
         if "messages" not in data or "input_ids" in data:
             return super().encode_prompt(data)
+        self.refuse_images(data)
         return self._new_trajectory().observe(data["messages"]).ids
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:

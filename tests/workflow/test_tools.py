@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.utils.pools.call_pool import CallPool
 from arealite.workflow.tools import ToolWorkflow, tool_schema
 from tests.chat_templates import end_of_turn, make_chat_tokenizer
@@ -191,6 +191,12 @@ def test_samples_of_a_group_play_on_their_own():
     batch = run(make(tokenizer, [scripted.add], gconfig=gconfig), engine, {**ROW, "seed": 100})
     assert batch["rewards"].tolist() == [1, 1] and batch["stats/turns"].tolist() == [1, 2]
     assert engine.requests[2].seed == 101
+
+
+def test_rows_with_images_are_refused():
+    workflow = make(make_chat_tokenizer("qwen25"), [scripted.add])
+    with pytest.raises(DatasetError, match="a row has images, but ToolWorkflow reads text only"):
+        workflow.check_row(ROW | {"images": [b"png"]})
 
 
 def test_schemas_and_wrong_tools(tokenizer):
