@@ -49,9 +49,10 @@ def read_model_config(path: str | Path, with_images: bool = False) -> PreTrained
     mappings = [AutoModelForCausalLM._model_mapping]
     mappings += [AutoModelForImageTextToText._model_mapping] if with_images else []
     if not any(type(config) in mapping for mapping in mappings):
+        no_images = "critics and reward models are text models: use one, or an algorithm without a critic, such as grpo"
         raise ConfigError(
             f"model type {config.model_type!r} in {path} is not a causal language model of the installed transformers: "
-            + _ELSEWHERE
+            + (no_images if has_vision(config) and not with_images else _ELSEWHERE)
         )
     check_decoder(config)
     return config

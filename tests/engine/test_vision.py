@@ -13,10 +13,12 @@ from transformers import (
 )
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
-from arealite.api.errors import AllocationError
+from arealite.api.cli_args import PPOCriticConfig
+from arealite.api.errors import AllocationError, ConfigError
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import concat_padded, select_rows
 from tests.engine.engine_testing import SPEC, engine_config
@@ -190,6 +192,13 @@ def test_a_frozen_vision_tower_gets_no_adapters(vlm_dirs, kind, targets, tmp_pat
     plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[kind])
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").base_model.model
     assert [n for n, _ in adapted.named_parameters() if "lora_" in n] == adapters
+
+
+def test_a_critic_is_refused_with_what_to_do(vlm_dirs):
+    with pytest.raises(
+        ConfigError, match="critics and reward models are text models: use one, or an algorithm without"
+    ):
+        FSDPPPOCritic(engine_config(vlm_dirs["qwen"], PPOCriticConfig))
 
 
 def test_context_parallel_is_rejected_for_images(vlm_dirs):
