@@ -40,8 +40,9 @@ from arealite.reward.qa import f1_reward, qa_reward
 from arealite.reward.reasoning import reasoning_gym_reward
 from arealite.trainer import task_formats as formats
 from arealite.utils.rundir import RunDir
+from arealite.utils.vision import VisionProcessor
 from arealite.workflow.by_source import BySource
-from arealite.workflow.vision_rlvr import make_rlvr
+from arealite.workflow.vision_rlvr import make_rlvr, reads_images
 
 # Rewards by name.
 REWARDS: dict[str, RewardFn] = {
@@ -265,6 +266,9 @@ def _check_first(
         made = load_prompts(data, task.prompts, tokenizer, raw=rows)
         if config.workflow is None:
             check_columns(find_reward(data, config.reward), made[0])
+            path = getattr(getattr(config, "actor", None), "path", "")
+            if Path(path, "config.json").is_file() and reads_images(path):
+                VisionProcessor.load(path).encode_row(made[0])
 
 
 def _check_rows(rows: list[Row], data: DataSourceConfig, kind: str | None) -> None:

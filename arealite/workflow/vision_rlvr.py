@@ -62,14 +62,19 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         return self.processor.encode_row(data, self.image_folder, enable_thinking=self.enable_thinking)
 
 
-def make_rlvr(
-    path: str, reward_fn: RewardFn, gconfig: GenerationHyperparameters, tokenizer: Any, **settings: Any
-) -> RLVRWorkflow:
-    """Return the workflow for the model at `path`: with images if it is a vision-language model.
+def reads_images(path: str) -> bool:
+    """Return whether the model at `path` is a vision-language model.
 
     Some families are language models with a vision part; from a config alone these train on text.
     """
     config = AutoConfig.from_pretrained(path)
-    if has_vision(config) and type(config) not in AutoModelForCausalLM._model_mapping:
+    return has_vision(config) and type(config) not in AutoModelForCausalLM._model_mapping
+
+
+def make_rlvr(
+    path: str, reward_fn: RewardFn, gconfig: GenerationHyperparameters, tokenizer: Any, **settings: Any
+) -> RLVRWorkflow:
+    """Return the workflow for the model at `path`: with images if it is a vision-language model."""
+    if reads_images(path):
         return VisionRLVRWorkflow(reward_fn, gconfig, path, **settings)
     return RLVRWorkflow(reward_fn, gconfig, tokenizer, **settings)

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.api.errors import AReaLiteError, ConfigError, DatasetError
+from arealite.api.errors import AReaLiteError, ConfigError, DatasetError, RequestError
 from arealite.cli.main import MainConfig, flatten
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.math import math_reward
 from arealite.trainer import task_formats
 from arealite.trainer.tasks import TASKS, check_data, find_reward, find_task, load_rl, load_sft
 from arealite.utils.config import load_config
+from tests.tiny_vision import make_vision_model, picture
 
 DATA = os.environ.get("AREALITE_TEST_DATA", "")
 
@@ -154,6 +155,18 @@ def test_data_with_a_column_map_passes(tmp_path):
     check(tmp_path, "grpo", *sets, "train_datasets.x.reward=math")
     with pytest.raises(DatasetError, match=r"row 1: columns\.prompt=b names no column"):
         check(tmp_path, "grpo", *sets, "train_datasets.x.columns.prompt=b", "train_datasets.x.reward=math")
+
+
+def test_images_of_the_first_row_are_checked_before_anything_starts(tmp_path):
+    make_vision_model(tmp_path / "model", "llava")
+    path, columns = tmp_path / "rows.jsonl", {"prompt": "how many?", "answer": "2"}
+    argv = [f"train_dataset.path={path}", "reward=math", f"trainer.grpo.actor.path={tmp_path / 'model'}"]
+    (tmp_path / "a.png").write_bytes(picture())
+    path.write_text(json.dumps(columns | {"images": [str(tmp_path / "a.png")]}))
+    check(tmp_path, "grpo", *argv)
+    path.write_text(json.dumps(columns | {"images": [str(tmp_path / "b.png")]}))
+    with pytest.raises(RequestError, match=r"the image '.*b\.png' is not a file"):
+        check(tmp_path, "grpo", *argv)
 
 
 def stub_of(raw):
