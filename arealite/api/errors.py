@@ -63,6 +63,10 @@ class TrainingError(AReaLiteError, RuntimeError):
     """Training cannot continue (repeated non-finite gradients, a batch without trained tokens)."""
 
 
+class NoResultError(TrainingError):
+    """Not one of several episodes gave a result: all have failed or were rejected."""
+
+
 class CollapseError(AReaLiteError, RuntimeError):
     """The policy has collapsed, and `on_collapse` says to stop or rolling back did not help."""
 

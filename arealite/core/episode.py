@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
 
-from arealite.api.errors import TrainingError
+from arealite.api.errors import NoResultError, TrainingError
 from arealite.api.io_struct import IMAGE_FILES, IMAGE_NAMES, STATS_PREFIX, Batch
 from arealite.api.reward_api import SOLVED
 from arealite.api.workflow_api import RolloutWorkflow
@@ -156,11 +156,11 @@ class DirectCall:
         return join_trajectories(self.succeeded())
 
     def raise_if_all_failed(self) -> None:
-        """Raise the first error if no episode has a result."""
+        """Raise `NoResultError`, with the first cause, if no episode has a result."""
         if not self.succeeded():
             cause = next(iter(self.reasons.values()), "all were rejected")
             text = f"none of {len(self.episodes)} episodes gave a result; first cause: {cause}"
-            raise TrainingError(text) from self.first_error
+            raise NoResultError(text) from self.first_error
 
 
 class FinishedEpisodes:

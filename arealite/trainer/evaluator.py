@@ -14,11 +14,14 @@ from typing import Any
 
 from arealite.algo.eval_metrics import interval, majority_at_k, pass_at_k, reported_counts
 from arealite.api.cli_args import GRPOConfig
+from arealite.api.errors import NoResultError
 from arealite.api.io_struct import Stats
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.samples import Sample
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.answers import Answer, write_answers
+from arealite.trainer.eval_report import describe_step
+from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank, wait_for_first, world_size
 from arealite.utils.rundir import RunDir
 from arealite.utils.seeds import derive_seed
@@ -78,6 +81,7 @@ class Evaluator:
         self.workflow = EvaluationWorkflow(workflows)
         # After how many steps, less one, the running evaluation has begun; None if none runs.
         self.step: int | None = None
+        self._is_beside_training = True
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
         self._summary: Future[Stats] | None = None
 
@@ -85,6 +89,7 @@ class Evaluator:
         """Begin an evaluation of the weights after `step`; -1 is before the first step."""
         assert self.step is None, "take the result of the last evaluation first"
         self.step, seed = step, self.config.seed
+        self._is_beside_training = beside_training
         rows: list[Row] = []
         for name, own in self.sets.items():
             # The same seeds in each evaluation, so that checkpoints are compared on equal terms.
@@ -109,7 +114,7 @@ class Evaluator:
 
     def _take_first(self, wait: bool) -> Stats | None:
         if self._summary is None:
-            results = self.rollout.take_evaluation(wait)
+            results = self._take_results(wait)
             if results is None:
                 return None
             assert self.step is not None
@@ -119,6 +124,20 @@ class Evaluator:
             return None
         summary, self._summary = self._summary, None
         return summary.result()
+
+    def _take_results(self, wait: bool) -> list[list[Sample] | None] | None:
+        """Return the samples of each question. If all have failed beside training, warn: training goes on."""
+        try:
+            return self.rollout.take_evaluation(wait)
+        except NoResultError as error:
+            if not self._is_beside_training:
+                raise
+            assert self.step is not None
+            show_message(
+                f"warning: the evaluation {describe_step(self.step)} has no result, and training goes on: {error}. "
+                "Check the rows and the reward of the validation sets"
+            )
+            return [None] * sum(map(len, self.sets.values()))
 
     def _max_running(self) -> int:
         """Return how many questions are asked at once beside training."""

@@ -159,8 +159,28 @@ def test_questions_that_fail_are_counted_and_left_out(make):
     evaluator.start(0)
     stats = evaluator.take(wait=True)
     assert (stats["eval/valid/num_questions"], stats["eval/valid/failed"], stats["eval/valid/pass@1"]) == (2, 1, 0.5)
-    evaluator.sets["valid"] = numbers("fails")
+    evaluator.close()
+
+
+def test_training_goes_on_if_all_questions_of_an_evaluation_fail(make, capsys):
+    evaluator = make({"a": numbers("fails"), "b": numbers("fails", "fails")})
     evaluator.start(1)
+    stats = evaluator.take(wait=True)
+    assert (stats["eval/a/failed"], stats["eval/b/failed"], stats["eval/b/num_questions"]) == (1, 2, 0)
+    assert "eval/a/pass@1" not in stats and read_answers(evaluator.run_dir.answers_path(2, "b")) == []
+    shown = capsys.readouterr().out
+    assert "warning: the evaluation after step 2 has no result, and training goes on" in shown
+    assert "this row fails" in shown
+    # The next one has a result again.
+    evaluator.sets = {"a": numbers(1)}
+    evaluator.start(2)
+    assert evaluator.take(wait=True)["eval/a/pass@1"] == 1
+    evaluator.close()
+
+
+def test_an_evaluation_without_training_ends_if_all_questions_fail(make):
+    evaluator = make(numbers("fails"))
+    evaluator.start(1, beside_training=False)
     with pytest.raises(TrainingError, match=r"none of 1 episodes gave a result.*this row fails"):
         evaluator.take(wait=True)
     evaluator.close()

@@ -219,7 +219,7 @@ class CollectingEngine(InferenceEngine):
     def take_evaluation(self, wait: bool = False) -> list[list[Sample] | None] | None:
         """Return the samples of each row (rank 0); None while episodes run, unless told to wait for them.
 
-        A row has None if its episode failed. Raises if all have failed.
+        A row has None if its episode failed. Raises `NoResultError` if all have failed.
         """
         call = self._evaluation
         if call is None or not (wait or call.remaining == 0):
