@@ -14,19 +14,24 @@ from arealite.dataset.order import Curriculum, epoch_order
 Row = dict[str, Any]
 
 
+def check_num_rows(num_rows: int, config: DatasetConfig) -> None:
+    """Raise `DatasetError` if the rows of the training data are fewer than one batch."""
+    size, name = config.batch_size, config.path or "of train_datasets"
+    if not num_rows:
+        raise DatasetError(f"the dataset {name} has no rows")
+    if num_rows < size:
+        raise DatasetError(
+            f"the dataset {name} has {num_rows} rows, fewer than one batch: lower batch_size={size} or add rows"
+        )
+
+
 class StatefulDataLoader:
     """Yields batches of `config.batch_size` rows and drops an incomplete last batch of an epoch."""
 
     def __init__(self, rows: Sequence[Row], config: DatasetConfig, seed: int = 1):
-        size, name = config.batch_size, config.path or "of train_datasets"
-        if not len(rows):
-            raise DatasetError(f"the dataset {name} has no rows")
-        if len(rows) < size:
-            raise DatasetError(
-                f"the dataset {name} has {len(rows)} rows, fewer than one batch: lower batch_size={size} or add rows"
-            )
+        check_num_rows(len(rows), config)
         self.rows = rows
-        self.batch_size = size
+        self.batch_size = config.batch_size
         self.shuffle = config.shuffle
         self.seed = seed
         self.epoch = 0

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, GRPOConfig
 from arealite.api.errors import ConfigError
+from arealite.dataset.loader import check_num_rows
 from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
 from arealite.utils.config import load_plain, merge_sources
 from arealite.utils.config_help import nearest_text
@@ -201,11 +202,15 @@ def _needs_reference(given: Given, cls: type[BaseExperimentConfig]) -> bool:
 
 
 def fit_to_rows(config: C, given: Given, num_rows: int) -> C:
-    """Fill in what depends on the number of rows and is not given: batch size, epochs and warm-up."""
+    """Fill in what depends on the number of rows and is not given: batch size, epochs and warm-up.
+
+    Raises `DatasetError` for a batch size that was given and is more than the rows.
+    """
     data = config.train_dataset
     if given.get("train_dataset.batch_size") is None and num_rows < data.batch_size:
         data = dataclasses.replace(data, batch_size=num_rows)
-    per_epoch = max(1, num_rows // data.batch_size)
+    check_num_rows(num_rows, data)
+    per_epoch = num_rows // data.batch_size
     epochs, steps = config.total_train_epochs, config.total_train_steps
     if epochs is None:
         epochs = 1 if steps is None else -(-steps // per_epoch)

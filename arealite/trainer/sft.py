@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig, DataSourceConfig, DPOConfig, RWConfig, SFTConfig
-from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.trainer_api import Trainer
 from arealite.controller.factory import make_engine
@@ -20,7 +19,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.evaluator import BlockingEvaluator, validation_sets
 from arealite.trainer.run import Run
-from arealite.trainer.tasks import load_sft, load_training_rows
+from arealite.trainer.tasks import check_valid_rows, load_sft, load_training_rows
 from arealite.utils.config import load_config, run_main
 from arealite.utils.startup import startup_phase
 
@@ -43,11 +42,7 @@ class SFTTrainer(Trainer):
     ):
         self.config, self.tokenizer, self.valid_sets = config, tokenizer, validation_sets(valid_rows)
         for name, own in self.valid_sets.items():
-            if len(own) < config.num_shares:
-                raise DatasetError(
-                    f"the validation set {name} has {len(own)} rows, and each of {config.num_shares} data-parallel "
-                    "ranks needs one: add rows"
-                )
+            check_valid_rows(config, name, len(own))
         self.parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size

@@ -23,6 +23,7 @@ from arealite.api.rollout_api import find_workflow, load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
+from arealite.dataset.loader import check_num_rows
 from arealite.dataset.order import Mixture
 from arealite.dataset.preference import get_preferences, read_pair
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, load_prompts
@@ -193,28 +194,60 @@ def make_training_workflow(config: GRPOConfig, make: Callable[[DataSourceConfig]
 
 
 def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
-    """Raise for the first row that cannot be used, and for a reward or a tokenizer that does not exist.
+    """Raise for a row, a reward or a tokenizer that cannot be used, and for too few rows.
 
     `kind` is that of the trainer: grpo, sft, rw, dpo, or None for evaluation. Nothing is downloaded from the hub.
     """
     tokenizer = _local_tokenizer(config)
     training: Mapping[str, DataSourceConfig] = config.train_datasets or {"": config.train_dataset}
-    sets: list[tuple[str, DataSourceConfig]] = [*(_by_key("train_dataset", training) if kind else ())]
-    sets += _by_key("valid_dataset", {} if config.valid_dataset is None else {"": config.valid_dataset})
+    counts = [
+        _check_set(config, key, data, kind, tokenizer)
+        for key, data in (_by_key("train_dataset", training) if kind else ())
+    ]
+    if counts and None not in counts:
+        check_num_rows(sum(count or 0 for count in counts), config.train_dataset)
+    sets = _by_key("valid_dataset", {} if config.valid_dataset is None else {"": config.valid_dataset})
     sets += _by_key("valid_dataset", config.valid_datasets)
-    for key, data in sets:
-        if not _are_raw(config, data):
-            _check_file(data, key)
-        if kind in (None, "grpo") and config.workflow is not None:
-            found = find_workflow(config.workflow)
-            accepted(found, config.workflow, config.workflow_args, _offered(config, data), "workflow")
-        elif kind in (None, "grpo"):
-            find_reward(data, config.reward)
-        if not _are_raw(config, data):
-            rows = _some_rows(data)
-            _check_rows(rows, data, kind)
-            if tokenizer is not None:
-                _check_first(rows[: data.few_shot + 1], config, data, kind, tokenizer)
+    for (key, data), name in zip(sets, config.validation_sets, strict=True):
+        count = _check_set(config, key, data, kind, tokenizer)
+        if kind in ("sft", "rw", "dpo") and count is not None:
+            check_valid_rows(config, name, count)
+
+
+def _check_set(
+    config: BaseExperimentConfig,
+    key: str,
+    data: DataSourceConfig,
+    kind: str | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> int | None:
+    """Check one dataset. Returns how many rows it gives (fewer if some are too long), if that is known."""
+    if not _are_raw(config, data):
+        _check_file(data, key)
+    if kind in (None, "grpo") and config.workflow is not None:
+        found = find_workflow(config.workflow)
+        accepted(found, config.workflow, config.workflow_args, _offered(config, data), "workflow")
+    elif kind in (None, "grpo"):
+        find_reward(data, config.reward)
+    if _are_raw(config, data):
+        return None
+    rows = _some_rows(data)
+    _check_rows(rows, data, kind)
+    if tokenizer is not None:
+        _check_first(rows[: data.few_shot + 1], config, data, kind, tokenizer)
+    # A conversation may become several rows.
+    is_split = bool(rows) and kind == "sft" and "messages" in read_sft(rows[0], data, find_task(data).sft)
+    is_part = not rows or (data.streaming and len(rows) == _NUM_CHECKED)
+    return None if is_split or is_part else len(rows) - data.few_shot
+
+
+def check_valid_rows(config: BaseExperimentConfig, name: str, num_rows: int) -> None:
+    """Raise `DatasetError` if a validation set of supervised training has too few rows for all ranks."""
+    if num_rows < config.num_shares:
+        raise DatasetError(
+            f"the validation set {name} has {num_rows} rows, and each of {config.num_shares} data-parallel ranks "
+            "needs one: add rows"
+        )
 
 
 def _by_key(key: str, sets: Mapping[str, DataSourceConfig]) -> list[tuple[str, DataSourceConfig]]:

@@ -17,7 +17,7 @@ ARGV = ["trainer.type=sft", "trainer.sft.model.path=some/model"]
 
 @pytest.fixture
 def argv(tmp_path, gsm8k_path) -> list[str]:
-    return [*ARGV, f"train_dataset.path={gsm8k_path}", f"cluster.fileroot={tmp_path}"]
+    return [*ARGV, f"train_dataset.path={gsm8k_path}", "train_dataset.batch_size=8", f"cluster.fileroot={tmp_path}"]
 
 
 def test_a_second_run_leaves_the_settings_of_the_first_alone(argv, tmp_path):

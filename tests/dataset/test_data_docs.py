@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
         "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
     }
     for name, row in rows.items():
-        (tmp_path / "data" / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 8)
+        (tmp_path / "data" / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 64)
     (tmp_path / "my_rewards.py").write_text(
         "def close(prompt, completion, prompt_ids, completion_ids, **data): return 1"
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from arealite.api.cli_args import DPOConfig, GRPOConfig, SFTConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.easy.grpo import GRPOTrainer
 from arealite.easy.options import fit_to_rows, make_config, read_given
 
@@ -122,6 +122,13 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
+def test_a_batch_of_more_rows_than_there_are_is_refused_if_it_was_given(cls):
+    assert make(cls, num_rows=3).train_dataset.batch_size == 3
+    with pytest.raises(DatasetError, match="train_dataset has 3 rows, fewer than one batch: lower batch_size=4"):
+        make(cls, num_rows=3, **{"train_dataset.batch_size": 4})
 
 
 def test_arguments_of_trl():

@@ -118,6 +118,7 @@ def test_choices_are_shuffled_by_the_question(tmp_path, tokenizer):
 
 def check(tmp_path, kind, *argv):
     common = [f"trainer.type={kind}", f"cluster.fileroot={tmp_path}", "total_train_steps=1"]
+    common += [] if kind == "null" else ["train_dataset.batch_size=1"]
     config = load_config([*common, *argv], MainConfig)
     check_data(flatten(config), config.trainer.type)
 
@@ -141,6 +142,57 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(tmp_path, ki
     path.write_text('{"q": "1+1?", "a": "2", "n": 3}\n')
     with pytest.raises(AReaLiteError, match=message):
         check(tmp_path, kind, f"train_dataset.path={path}", *argv)
+
+
+PROMPTS = "train_dataset.columns={prompt: q, answer: a, response: a, chosen: q, rejected: a}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv", "message"),
+    [
+        ("grpo", ["train_dataset.batch_size=4"], r"rows\.jsonl has 3 rows, fewer than one batch: lower batch_size=4"),
+        ("grpo", ["train_dataset.batch_size=3", "train_dataset.few_shot=1"], "has 2 rows, fewer than one batch"),
+        ("grpo", ["train_dataset.batch_size=4", "train_dataset.streaming=true"], "has 3 rows, fewer than one batch"),
+        ("sft", ["train_dataset.batch_size=4"], "has 3 rows, fewer than one batch"),
+        ("dpo", ["trainer.dpo.model.loss=simpo", "train_dataset.batch_size=4"], "has 3 rows, fewer than one batch"),
+        (
+            "sft",
+            ["train_dataset.batch_size=2", "allocation_mode=d2", "valid_dataset.columns={prompt: q, response: a}"],
+            "set valid has 1 rows, and each of 2 data-parallel ranks needs one",
+        ),
+    ],
+)  # fmt: skip
+def test_too_few_rows_are_refused_before_anything_starts(tmp_path, kind, argv, message):
+    train, valid = tmp_path / "rows.jsonl", tmp_path / "valid.jsonl"
+    train.write_text('{"q": "1+1?", "a": "2"}\n' * 3)
+    valid.write_text('{"q": "1+1?", "a": "2"}\n')
+    if any(key.startswith("valid") for key in argv):
+        argv = [*argv, f"valid_dataset.path={valid}"]
+    reward = ["reward=math"] if kind == "grpo" else []
+    keys = [f"train_dataset.path={train}", PROMPTS, *reward, *argv]
+    with pytest.raises(DatasetError, match=message):
+        check(tmp_path, kind, *keys)
+    # Enough rows pass.
+    train.write_text('{"q": "1+1?", "a": "2"}\n' * 4)
+    valid.write_text('{"q": "1+1?", "a": "2"}\n' * 2)
+    check(tmp_path, kind, *keys)
+
+
+def test_a_mixture_has_the_rows_of_all_its_sets(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "1+1?", "a": "2"}\n' * 2)
+    sets = [f"train_datasets.{name}.path={path}" for name in "xy"]
+    sets += [f"train_datasets.{name}.columns={{prompt: q, answer: a}}" for name in "xy"]
+    check(tmp_path, "grpo", *sets, "reward=math", "train_dataset.batch_size=4")
+    with pytest.raises(DatasetError, match="of train_datasets has 4 rows, fewer than one batch"):
+        check(tmp_path, "grpo", *sets, "reward=math", "train_dataset.batch_size=5")
+
+
+def test_a_conversation_may_become_several_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    check(tmp_path, "sft", f"train_dataset.path={path}", "train_dataset.batch_size=2")
 
 
 def test_data_with_a_column_map_passes(tmp_path):
