@@ -7,7 +7,7 @@ batches. Recover checkpoints save the state: the epoch and the position in it, a
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig, DPOConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.order import Curriculum, epoch_order
 
@@ -22,6 +22,20 @@ def check_num_rows(num_rows: int, config: DatasetConfig) -> None:
     if num_rows < size:
         raise DatasetError(
             f"the dataset {name} has {num_rows} rows, fewer than one batch: lower batch_size={size} or add rows"
+        )
+
+
+def check_valid_rows(config: BaseExperimentConfig, name: str, num_rows: int) -> None:
+    """Raise `DatasetError` if a validation set of supervised training has too few rows for all ranks."""
+    if num_rows < config.num_shares:
+        raise DatasetError(
+            f"the validation set {name} has {num_rows} rows, and each of {config.num_shares} data-parallel ranks "
+            "needs one: add rows"
+        )
+    if num_rows == config.num_shares and isinstance(config, DPOConfig) and config.model.loss == "kto":
+        raise DatasetError(
+            f"the validation set {name} has {num_rows} rows, one for each data-parallel rank, and model.loss=kto "
+            "compares the answers of different rows: add rows"
         )
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset.columns import apply_columns, map_rows
+from arealite.dataset.loader import check_valid_rows
 from arealite.dataset.preference import get_preferences
 from arealite.dataset.sft import get_sft
 from arealite.easy.base import EasyTrainer
@@ -49,6 +50,8 @@ class _Supervised(EasyTrainer):
                 raise ConfigError(f"{name} has no counterpart: {advice}")
         given = read_given(self.config_class, args, config, options, peft_config)
         super().__init__(model, train_dataset, eval_dataset, processing_class, given)
+        for name, rows in self.valid_rows.items():
+            check_valid_rows(self.config, name, len(rows))
 
     def run(self, config: Any, resume_from_checkpoint: str | bool | None) -> int:
         trainer = self.trainer_class(config, self.rows, self.tokenizer, self.valid_rows)

@@ -15,11 +15,12 @@ from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.trainer_api import Trainer
 from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
+from arealite.dataset.loader import check_valid_rows
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.evaluator import BlockingEvaluator, validation_sets
 from arealite.trainer.run import Run
-from arealite.trainer.tasks import check_valid_rows, load_sft, load_training_rows
+from arealite.trainer.tasks import load_sft, load_training_rows
 from arealite.utils.config import load_config, run_main
 from arealite.utils.startup import startup_phase
 

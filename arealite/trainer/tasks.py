@@ -23,7 +23,7 @@ from arealite.api.rollout_api import find_workflow, load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
-from arealite.dataset.loader import check_num_rows
+from arealite.dataset.loader import check_num_rows, check_valid_rows
 from arealite.dataset.order import Mixture
 from arealite.dataset.preference import get_preferences, read_pair
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, load_prompts
@@ -239,15 +239,6 @@ def _check_set(
     is_split = bool(rows) and kind == "sft" and "messages" in read_sft(rows[0], data, find_task(data).sft)
     is_part = not rows or (data.streaming and len(rows) == _NUM_CHECKED)
     return None if is_split or is_part else len(rows) - data.few_shot
-
-
-def check_valid_rows(config: BaseExperimentConfig, name: str, num_rows: int) -> None:
-    """Raise `DatasetError` if a validation set of supervised training has too few rows for all ranks."""
-    if num_rows < config.num_shares:
-        raise DatasetError(
-            f"the validation set {name} has {num_rows} rows, and each of {config.num_shares} data-parallel ranks "
-            "needs one: add rows"
-        )
 
 
 def _by_key(key: str, sets: Mapping[str, DataSourceConfig]) -> list[tuple[str, DataSourceConfig]]:

@@ -42,6 +42,8 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
         SFTTrainer(model_path, **common)
     with pytest.raises(ConfigError, match=r"processing_class is str: give a tokenizer object, or .* as tokenizer_path"):
         SFTTrainer(model_path, train_dataset=ANSWERS, processing_class=str(model_path), **common)
+    with pytest.raises(DatasetError, match=r"valid has 1 rows.* model\.loss=kto compares the answers of different"):
+        DPOTrainer(model_path, train_dataset=PAIRS, eval_dataset=PAIRS[:1], **{"model.loss": "kto"}, **common)
     assert not (tmp_path / "runs").exists()
 
 

@@ -160,6 +160,12 @@ PROMPTS = "train_dataset.columns={prompt: q, answer: a, response: a, chosen: q, 
             ["train_dataset.batch_size=2", "allocation_mode=d2", "valid_dataset.columns={prompt: q, response: a}"],
             "set valid has 1 rows, and each of 2 data-parallel ranks needs one",
         ),
+        (
+            "dpo",
+            ["train_dataset.batch_size=2", "trainer.dpo.model.loss=kto", "trainer.dpo.ref.path=x",
+             "valid_dataset.columns={chosen: q, rejected: a, prompt: q}"],
+            "set valid has 1 rows, one for each data-parallel rank, and model.loss=kto compares",
+        ),
     ],
 )  # fmt: skip
 def test_too_few_rows_are_refused_before_anything_starts(tmp_path, kind, argv, message):
