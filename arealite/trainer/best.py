@@ -61,10 +61,12 @@ class BestModel:
 
         `is_saved`: its folder has been written already.
         """
-        metric = find_metric(stats, self.config.best_metric) if self.config.keep_best else None
+        before = self.best
+        last = None if before is None else before.metric
+        metric = find_metric(stats, self.config.best_metric, last) if self.config.keep_best else None
         if metric is None:
             return False
-        value, before = stats[metric], self.best
+        value = stats[metric]
         if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(metric, value))):
             return False
         path = self.saver.path(info) if is_saved else self.saver.save(info)
@@ -101,9 +103,14 @@ class BestModel:
         return found if is_there else None
 
 
-def find_metric(stats: Stats, name: str | None) -> str | None:
-    """Return the statistic by which models are compared; None if this step has no result."""
+def find_metric(stats: Stats, name: str | None, last: str | None = None) -> str | None:
+    """Return the statistic by which models are compared; None if this step has no result.
+
+    Without a configured `name` it is the one of the `last` comparison, if its validation set was evaluated.
+    """
     if name is not None:
         return name if name in stats else None
     evaluated = [key for key in stats if key.startswith("eval/")]
+    if last is not None and any(key.rpartition("/")[0] == last.rpartition("/")[0] for key in evaluated):
+        return last if last in stats else None
     return next((key for ending in _ENDINGS for key in evaluated if key.endswith(ending)), None)

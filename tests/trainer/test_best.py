@@ -75,6 +75,19 @@ def test_a_run_that_resumes_with_another_metric_does_not_compare_its_results_wit
     assert results == [True, False, True] and folders(again) == ["step000007"]
 
 
+def test_a_set_whose_questions_have_all_failed_is_not_replaced_by_another(tmp_path):
+    best = make(tmp_path)
+    results = [
+        {"eval/a/num_questions": 2.0, "eval/a/pass@1": 0.5, "eval/b/pass@1": 0.1},
+        {"eval/a/num_questions": 0.0, "eval/b/pass@1": 0.9},
+        {"eval/a/num_questions": 2.0, "eval/a/pass@1": 0.6, "eval/b/pass@1": 0.1},
+    ]
+    assert [best.offer(info(step), stats, False) for step, stats in enumerate(results)] == [True, False, True]
+    assert best.best is not None and best.best.metric == "eval/a/pass@1"
+    # A set that there is no more does not count for ever.
+    assert best.offer(info(3), {"eval/b/pass@1": 0.1}, False)
+
+
 def test_a_result_whose_folder_is_gone_or_whose_file_is_damaged_does_not_count(tmp_path):
     best = make(tmp_path)
     offer(best, 3, 0.5)
