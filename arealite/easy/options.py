@@ -6,6 +6,7 @@ the configuration (`seed`, `gconfig={…}`, `**{"actor.optimizer.lr": 1e-5}`) or
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,6 +221,12 @@ def fit_to_rows(config: C, given: Given, num_rows: int) -> C:
         section = "actor" if isinstance(config, GRPOConfig) else "model"
         part = getattr(config, section)
         total = min(steps or epochs * per_epoch, epochs * per_epoch)
+        if warmup > total:
+            warnings.warn(
+                f"warmup_steps={warmup:g} is more than the {total} steps of the run: the learning rate rises until the "
+                "end. Lower warmup_steps, or train longer",
+                stacklevel=4,
+            )
         optimizer = dataclasses.replace(part.optimizer, warmup_steps_proportion=min(1.0, warmup / total))
         config = dataclasses.replace(config, **{section: dataclasses.replace(part, optimizer=optimizer)})
     config.check()

@@ -94,11 +94,17 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 # Values of `stats_logger`, by `report_to`.
 _SERVICES = {"tensorboard": True, "wandb": "online", "swanlab": "online", "trackio": "local"}
 _PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
-# Fields that are compared or computed with here. The configuration checks the others.
+# Fields that are compared or computed with here, and those of them that are 1 or more. The configuration checks the
+# others.
 _NUMBERS = (
     "max_steps", "num_train_epochs", "warmup_steps", "save_steps", "eval_steps", "logging_steps",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
     "num_generations", "num_generations_eval", "epsilon", "epsilon_high",
+)  # fmt: skip
+
+_COUNTS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_generations",
 )  # fmt: skip
 
 Fields = Mapping[str, Any]
@@ -157,9 +163,7 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
     for name, (allowed, advice) in _REFUSED.items():
         if name in fields and fields[name] not in (allowed, None, "", {}):
             raise ConfigError(f"{name}={fields[name]!r} has no counterpart: {advice}")
-    for name in _NUMBERS:
-        if not isinstance(fields.get(name, 0), Real | None):
-            raise ConfigError(f"{name}={fields[name]!r} is {type(fields[name]).__name__}: give a number")
+    _check_numbers(fields)
     same = _SAME | _SAME_RL if is_rl else _SAME
     found = {key.format(model=section): fields[name] for name, key in same.items() if fields.get(name) is not None}
     found |= _steps(fields) | _optimizer(fields, section) | _precision(fields, section, on_gpu)
@@ -173,14 +177,27 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
+def _check_numbers(fields: Fields) -> None:
+    for name in _NUMBERS:
+        if not isinstance(fields.get(name, 0), Real | None):
+            raise ConfigError(f"{name}={fields[name]!r} is {type(fields[name]).__name__}: give a number")
+    for name in _COUNTS:
+        if fields.get(name) is not None and not fields[name] >= 1:
+            raise ConfigError(f"{name}={fields[name]!r} must be 1 or more")
+    warmup = fields.get("warmup_steps")
+    if warmup is not None and not 0 <= warmup < math.inf:
+        raise ConfigError(f"warmup_steps={warmup!r} must be 0 or more")
+
+
 def _steps(fields: Fields) -> Keys:
-    found: Keys = {}
-    if fields.get("num_train_epochs") is not None:
-        found["total_train_epochs"] = max(1, math.ceil(fields["num_train_epochs"]))
     if (fields.get("max_steps") or 0) > 0:
-        found["total_train_steps"] = fields["max_steps"]
-        found.pop("total_train_epochs", None)
-    return found
+        return {"total_train_steps": fields["max_steps"]}
+    epochs = fields.get("num_train_epochs")
+    if epochs is None:
+        return {}
+    if not 0 < epochs < math.inf:
+        raise ConfigError(f"num_train_epochs={epochs!r} must be a finite number above 0; or set max_steps")
+    return {"total_train_epochs": math.ceil(epochs)}
 
 
 def _optimizer(fields: Fields, section: str) -> Keys:

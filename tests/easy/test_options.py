@@ -109,6 +109,13 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
             "16 completions, which is not divisible by the 32 of an optimizer step",
         ),
+        ({"num_train_epochs": 0}, "num_train_epochs=0 must be a finite number above 0; or set max_steps"),
+        ({"num_train_epochs": -1.0}, "num_train_epochs=-1.0 must be a finite number above 0"),
+        ({"num_train_epochs": float("nan")}, "num_train_epochs=nan must be a finite number above 0"),
+        ({"total_train_steps": 0}, "total_train_steps must be a number from 1"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be 1 or more"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be 1 or more"),
+        ({"warmup_steps": -5}, "warmup_steps=-5 must be 0 or more"),
         ({"max_steps": "many"}, "max_steps='many' is str: give a number"),
         ({"cls": SFTConfig, "completion_only_loss": False}, "the loss is on the `completion` of a row"),
         ({"cls": SFTConfig, "valid_dataset": {"path": "x", "few_shot": 2}}, "few_shot is for prompts"),
@@ -122,6 +129,14 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_gives_a_warning():
+    with pytest.warns(UserWarning, match=r"warmup_steps=500 is more than the 10 steps of the run"):
+        config = make(warmup_steps=500, max_steps=10)
+    assert config.actor.optimizer.warmup_steps_proportion == 1.0
+    # As in TRL, max_steps decides.
+    assert make(max_steps=10, num_train_epochs=0, warmup_steps=10).total_train_steps == 10
 
 
 @pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
