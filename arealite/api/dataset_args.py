@@ -33,7 +33,9 @@ class DataSourceConfig(Section):
         any_text=True,
     )
     reward: str | None = _help("Built-in reward or package.module:function; null: `reward`, or the task's.", None)
-    system_prompt: str | None = _help("Put before every prompt.", None, any_text=True)
+    system_prompt: str | None = _help(
+        "Put before every prompt; messages that begin with a system message keep that one.", None, any_text=True
+    )
     prompt_template: str | None = _help(
         "Plain text with {prompt}; the model then continues text instead of a chat.", None, any_text=True
     )

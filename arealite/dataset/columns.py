@@ -18,6 +18,7 @@ Tools = list[dict[str, Any]] | None
 # Braces around anything else, as in \boxed{}, are text.
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 _MISSING = object()
+_SYSTEM_ROLES = ("system", "developer")
 
 
 def apply_columns(row: Row, columns: Mapping[str, str]) -> Row:
@@ -92,6 +93,22 @@ def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
+
+
+def with_system(messages: Messages, system: str | None, examples: Sequence[Row] = ()) -> Messages:
+    """Return a conversation with one system message, and worked examples between that and the rest.
+
+    Its own system message wins over the configured one.
+    """
+    rest = without_system(messages)
+    own = messages[: len(messages) - len(rest)]
+    first = own or ([{"role": "system", "content": system}] if system else [])
+    return [*first, *examples, *rest]
+
+
+def without_system(messages: Messages) -> Messages:
+    """Return a conversation without the system message that it begins with, if any."""
+    return messages[1:] if messages and messages[0]["role"] in _SYSTEM_ROLES else messages
 
 
 def join_texts(messages: Messages) -> Messages:

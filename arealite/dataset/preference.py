@@ -14,7 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
-from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, read_tools, refuse_images
+from arealite.dataset.columns import (
+    Messages,
+    Row,
+    apply_columns,
+    check_messages,
+    read_tools,
+    refuse_images,
+    with_system,
+)
 from arealite.dataset.sft import collate_sft, fill_prompt, load_tokens, refuse_template, tokenize_sft
 
 _SIDES = ("chosen", "rejected")
@@ -52,8 +60,7 @@ def read_pair(raw: Row, config: DataSourceConfig) -> Row:
     if isinstance(chosen, list) or isinstance(prompt, list):
         refuse_template(config)
         prompt, chosen, rejected = _split_messages(prompt, chosen, rejected)
-        if config.system_prompt:
-            prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
+        prompt = with_system(prompt, config.system_prompt)
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **read_tools(row)}
     for name, value in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str) and not (name == "prompt" and value is None):

@@ -15,7 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.chat import render
-from arealite.dataset.columns import Messages, Row, apply_columns, check_messages, join_texts, map_rows
+from arealite.dataset.columns import (
+    Messages,
+    Row,
+    apply_columns,
+    check_messages,
+    join_texts,
+    map_rows,
+    with_system,
+    without_system,
+)
 from arealite.dataset.rows import load_dataset
 from arealite.dataset.streamed import map_lazily, open_streamed
 
@@ -61,6 +70,8 @@ class PromptMaker:
         has_template = tokenizer is None or bool(tokenizer.chat_template)
         self.is_chat = has_template and config.prompt_template is None
         self._turns, self._shown = self._show(map_rows(examples, self._map, config.path))
+        # What stands before the prompt of a row that has no messages before it.
+        self._before = with_system([], config.system_prompt, self._turns)
         # Tokens of a chat around the text of its last message; counted at the first use.
         self._num_around: int | None = None
 
@@ -71,10 +82,10 @@ class PromptMaker:
         if "input_ids" in row:
             return row if self._fits(len(row["input_ids"])) else None
         if messages is not None:
-            made: Row = {"messages": self._add_system([*self._turns, *join_texts(messages)])}
+            made: Row = {"messages": with_system(join_texts(messages), self.config.system_prompt, self._turns)}
         elif self.is_chat:
             user = {"role": "user", "content": prompt + self.instruction}
-            made = {"messages": self._add_system([*self._turns, user])}
+            made = {"messages": [*self._before, user]}
         else:
             made = {"prompt": self._shown + self._to_plain(prompt + self.instruction)}
         return {**made, **row} if self._fits(self._count_tokens(made)) else None
@@ -116,14 +127,10 @@ class PromptMaker:
                     f"be text or a number, not {type(answer).__name__}: set columns.answer, or leave few_shot out"
                 )
             asked = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            turns += [*asked, {"role": "assistant", "content": str(answer)}]
+            turns += [*without_system(asked), {"role": "assistant", "content": str(answer)}]
             if "prompt" in row:
                 text += f"{self._to_plain(row['prompt'])} {answer}\n\n"
         return turns, self.config.system_prompt + "\n\n" + text if self.config.system_prompt else text
-
-    def _add_system(self, messages: Messages) -> Messages:
-        system = self.config.system_prompt
-        return [{"role": "system", "content": system}, *messages] if system else messages
 
     def _to_plain(self, prompt: str) -> str:
         return self.template.replace("{prompt}", prompt)
@@ -134,7 +141,7 @@ class PromptMaker:
         if "prompt" in row:
             return self._count_text(row["prompt"], 0, add_special_tokens=True)
         *before, last = row["messages"]
-        if not isinstance(last.get("content"), str) or len(before) > len(self._turns) + bool(self.config.system_prompt):
+        if not isinstance(last.get("content"), str) or before != self._before:
             return self._count_chat(row["messages"])
         # Rendering takes a hundred times as long as counting: only where it may decide.
         if self._num_around is None:

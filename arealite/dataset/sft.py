@@ -12,7 +12,15 @@ from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
-from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows, read_tools, refuse_images
+from arealite.dataset.columns import (
+    Row,
+    apply_columns,
+    check_messages,
+    map_rows,
+    read_tools,
+    refuse_images,
+    with_system,
+)
 from arealite.dataset.hub import check_hub
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
 from arealite.dataset.rows import load_dataset
@@ -135,8 +143,8 @@ def _tokenize_row(
             return [tokenize_sft(prompt, row["response"], tokenizer)]
         turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
         row = {"messages": turns}
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    return tokenize_chat(system + row["messages"], tokenizer, tools=row.get("tools"))
+    messages = with_system(row["messages"], config.system_prompt)
+    return tokenize_chat(messages, tokenizer, tools=row.get("tools"))
 
 
 def load_tokens(

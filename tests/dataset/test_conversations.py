@@ -81,6 +81,8 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     assert load(columns={"messages": "talk"})[0] == tokenize_chat(CHAT, tokenizer)[0]
     as_chat = load(columns={"prompt": "in", "response": "out"}, system_prompt="be kind")
     assert trained(as_chat[0], tokenizer) == (["yes\n<eos>"], "<system>be kind\n<user>hi\n<assistant>yes\n<eos>")
+    # It has a system message of its own.
+    assert load(columns={"messages": "talk"}, system_prompt="S") == load(columns={"messages": "talk"})
     as_text = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}! ")
     assert trained(as_text[0], tokenizer) == (["yes<eos>"], "hi! yes<eos>")
     # As prompts of RL do it.

@@ -116,6 +116,9 @@ def test_a_system_prompt_stands_before_texts_and_a_template_is_for_texts(load, t
     assert [texts(pair[side], tokenizer)[0] for side in ("chosen", "rejected")] == ["S\n\n<a>"] * 2
     (pair,) = load({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, system_prompt="S")
     assert texts(pair["chosen"], tokenizer)[0] == "<system>S\n<user>hi\n<assistant>"
+    own = {"role": "system", "content": "own"}
+    (pair,) = load({"chosen": [own, USER, GOOD], "rejected": [own, USER, BAD]}, system_prompt="S")
+    assert texts(pair["chosen"], tokenizer)[0] == "<system>own\n<user>hi\n<assistant>"
     with pytest.raises(DatasetError, match=r"row 1: it is made of messages, and prompt_template is set"):
         load({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, prompt_template="<{prompt}>")
 

@@ -74,6 +74,21 @@ def test_worked_examples_come_from_the_first_rows_and_replace_the_instruction(lo
         load(columns={"prompt": "q"}, few_shot=1)
 
 
+def test_a_system_message_of_a_row_wins_over_the_configured_one(load, tokenizer):
+    own, user = {"role": "system", "content": "own"}, {"role": "user", "content": "Hi"}
+    rows = [{"messages": [own, user], "answer": "1"}, {"messages": [user], "answer": "2"}]
+    roles = [[m["content"] for m in row["messages"]] for row in load(rows, system_prompt="S")]
+    assert roles == [["own", "Hi"], ["S", "Hi"]]
+    # Worked examples stand behind it, and bring none of their own.
+    (row,) = load([rows[0], rows[0]], system_prompt="S", few_shot=1)
+    assert [m["content"] for m in row["messages"]] == ["own", "Hi", "1", "Hi"]
+    # Each row is as long as it is, also behind a row with a shorter system message.
+    long = {"messages": [{"role": "system", "content": "x" * 100}, user]}
+    size = len(tokenizer.encode(render(load([long])[0]["messages"], tokenizer, True)))
+    assert len(load([rows[1], long, rows[0]], system_prompt="S", max_length=size - 1)) == 2
+    assert len(load([rows[1], long, rows[0]], system_prompt="S", max_length=size)) == 3
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_length_limit_is_exact(load, tokenizer, chat):
     rows = [{"q": "x" * length, "a": 1} for length in range(1, 80)]
