@@ -82,14 +82,7 @@ def main(argv: list[str]) -> None:
         for line in no_step_lines(run_dir, is_evaluated=bool(evaluations)):
             console.print(line, markup=False, soft_wrap=True, highlight=False)
     if run_dir.db_path.exists():
-        try:
-            with contextlib.closing(open_ledger(run_dir.db_path)) as database:
-                console.print(episodes_table(database))
-                _print_rollouts(console, database, options.rollouts)
-        except sqlite3.Error as error:
-            raise CheckpointError(
-                f"cannot read the ledger {run_dir.db_path}: {error}. It is damaged or of another arealite version"
-            ) from error
+        _print_episodes(console, run_dir, options.rollouts)
 
 
 def no_step_lines(run_dir: RunDir, is_evaluated: bool = False) -> list[str]:
@@ -179,6 +172,20 @@ def waits_table(seconds: dict[tuple[str, str], float]) -> Table:
     for (lane, name), took_s in sorted(seconds.items(), key=lambda item: -item[1])[:12]:
         table.add_row(escape(lane), escape(name), f"{took_s:.1f}")
     return table
+
+
+def _print_episodes(console: Console, run_dir: RunDir, num_rollouts: int) -> None:
+    """Print the outcomes of the episodes, and the newest rollouts. A run on fixed data has none."""
+    try:
+        with contextlib.closing(open_ledger(run_dir.db_path)) as database:
+            table = episodes_table(database)
+            if table.row_count:
+                console.print(table)
+            _print_rollouts(console, database, num_rollouts)
+    except sqlite3.Error as error:
+        raise CheckpointError(
+            f"cannot read the ledger {run_dir.db_path}: {error}. It is damaged or of another arealite version"
+        ) from error
 
 
 def episodes_table(database: sqlite3.Connection) -> Table:

@@ -99,14 +99,15 @@ def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
     """Return all steps so far in their order, each with the results of its evaluation.
 
     Step -1 is an evaluation before the first step. Of several evaluations of a set, all results are those of the last:
-    others may have had more samples. A line that a crash cut short is left out.
+    others may have had more samples. A line that a crash cut short is left out, and so are values that are no numbers,
+    which only other programs write.
     """
     if not run_dir.stats_path.exists():
         return []
     steps: dict[int, dict[str, Any]] = {}
     for line in run_dir.stats_path.read_text(errors="replace").splitlines():
         if math.isfinite(_step_of(line)):
-            values = json.loads(line)
+            values = {k: v for k, v in json.loads(line).items() if v is None or _is_number(v)}
             replaced = tuple(f"eval/{name}/" for name in set_names(values))
             before = {key: old for key, old in steps.get(values["step"], {}).items() if not key.startswith(replaced)}
             steps[values["step"]] = before | values
@@ -115,9 +116,14 @@ def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
+    return step if _is_number(step) else math.inf
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def add_executor_stats(stats: dict[str, float], executor_stats: dict[str, float]) -> dict[str, float]:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import re
 import sqlite3
@@ -64,6 +65,26 @@ def test_alarms_are_listed_by_step(run_dir, capsys):
         file.write('{"step": 100, "time": 1, "reward": 0.1, "alarms": 2, "alarm/reward": 1, "alarm/behav_kl/k3": 1}\n')
     main([str(run_dir.path)])
     assert "alarms after step 101: reward, behav_kl/k3\n" in capsys.readouterr().out
+
+
+def test_lines_of_other_programs_and_ones_that_were_cut_are_no_error(run_dir, capsys):
+    with run_dir.stats_path.open("a") as file:
+        file.write('{"step": 100, "reward": "high", "loss": [1], "time/step": "long", "time/startup/load": "x"}\n')
+        file.write('{"step": 101, "reward": 0.5, "eval/valid/pass@1": "good", "eval/valid/reward": 0.75}\n')
+        file.write('{"step": 102, "reward": NaN, "time/step": NaN}\n{"step": "last"}\n{"step": 103, "rew')
+    main([str(run_dir.path), "--steps", "200"])
+    out = capsys.readouterr().out
+    assert "103 steps" in out and "0.75" in out and "good" not in out
+
+
+def test_a_run_without_episodes_has_no_table_of_them(tmp_path, capsys):
+    made = RunDir(tmp_path / "e" / "t").create()
+    made.stats_path.write_text('{"step": 0, "time": 1, "loss": 0.5, "time/step": 2.0}\n')
+    with contextlib.closing(Ledger(made.db_path)) as ledger:
+        ledger.event("checkpoint", "trained model: x", 0, "info")
+    main([str(made.path)])
+    out = capsys.readouterr().out
+    assert "1 steps" in out and "outcome" not in out
 
 
 def test_a_run_that_has_just_begun(tmp_path, capsys):
