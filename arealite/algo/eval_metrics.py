@@ -66,18 +66,43 @@ def interval(scores: Sequence[float], num_answers: int) -> tuple[float, float]:
     question are correlated). It does not collapse where all scores are 0 or 1, as the bootstrap does.
     `num_answers` over all questions is an upper limit of that number.
     """
-    num_questions, mean = len(scores), fmean(scores)
-    variance = fmean((score - mean) ** 2 for score in scores)
-    effective = float(num_answers)
-    if variance > 0:
-        effective = min(effective, num_questions * mean * (1 - mean) / variance)
-    elif mean in (0.0, 1.0):
-        effective = num_questions
-    square = _Z**2 / effective
+    mean = fmean(scores)
+    square = _Z**2 / _effective_answers(scores, mean, num_answers)
     center = (mean + square / 2) / (1 + square)
     half = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
     # Rounding must not exclude the mean itself.
     return min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half))
+
+
+def _effective_answers(scores: Sequence[float], mean: float, num_answers: int) -> float:
+    """Return how many independent answers tell as much: from the number of questions to that of answers.
+
+    The variance of the mean over that of independent answers (the design effect), corrected for the few questions from
+    which it is estimated (Korn and Graubard 1998).
+    """
+    num_questions = len(scores)
+    # Nothing is known about the variance between questions.
+    if num_questions == 1 or mean in (0.0, 1.0):
+        return num_questions
+    variance = sum((score - mean) ** 2 for score in scores) / (num_questions - 1) / num_questions
+    effective = float(num_answers)
+    if variance > 0:
+        effective = min(effective, num_answers * mean * (1 - mean) / (num_answers - 1) / variance)
+    effective *= (_t_quantile(num_answers - 1) / _t_quantile(num_questions - 1)) ** 2
+    return min(max(effective, num_questions), num_answers)
+
+
+def _t_quantile(degrees: int) -> float:
+    """Return the two-sided 95% quantile of Student's distribution, within 1%."""
+    if degrees <= 2:
+        return (12.7062, 4.3027)[degrees - 1]
+    # Its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5).
+    terms = (
+        (_Z**3 + _Z) / 4,
+        (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96,
+        (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
+    )
+    return _Z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 def paired_p_value(differences: Sequence[int]) -> float:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from arealite.algo.eval_metrics import interval, majority_at_k, paired_p_value, pass_at_k, reported_counts
+from arealite.algo.eval_metrics import _t_quantile, interval, majority_at_k, paired_p_value, pass_at_k, reported_counts
 
 
 def test_reported_counts_are_powers_of_two_and_all_answers():
@@ -73,10 +73,34 @@ def test_the_interval_of_single_answers_is_wilsons():
 def test_repeated_answers_to_few_questions_are_not_independent():
     clustered, single = interval([1.0] * 5 + [0.0] * 15, 20 * 8), interval([1.0] * 5 + [0.0] * 15, 20)
     assert clustered == single
-    # If every question is answered right half of the time, all answers count.
+    # If every question is answered right half of the time, all answers count, but for the few questions that show it:
+    # 160 (1.975 / 2.093)² = 142.5.
     low, high = interval([0.5] * 20, 160)
-    wilson = interval([1.0] * 80 + [0.0] * 80, 160)
-    assert (low, high) == pytest.approx(wilson)
+    assert (low, high) == pytest.approx(interval([1.0, 0.0] * 71, 142), abs=1e-3)
+    # One question says nothing about others, however many answers it has.
+    assert interval([0.5], 64) == pytest.approx((0.0546, 0.9454), abs=1e-4)
+    assert interval([1.0], 64) == interval([1.0], 1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "value"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (50, 2.009)]
+)
+def test_quantiles_of_students_distribution(degrees, value):
+    assert _t_quantile(degrees) == pytest.approx(value, rel=0.01)
+
+
+@pytest.mark.parametrize("num_questions", [2, 3, 5, 8])
+@pytest.mark.parametrize("shape", [(1, 2), (0.3, 0.3), (5, 5)])
+def test_the_interval_of_few_questions_is_not_too_narrow(num_questions, shape):
+    """Eight answers to each question. By the quantiles of the normal distribution 77 to 93 of 100 contain the truth."""
+    draw, covered, rounds, truth = random.Random(3), 0, 1000, shape[0] / sum(shape)
+    for _ in range(rounds):
+        rates = [draw.betavariate(*shape) for _ in range(num_questions)]
+        scores = [sum(draw.random() < rate for _ in range(8)) / 8 for rate in rates]
+        low, high = interval(scores, num_questions * 8)
+        covered += low <= truth <= high
+    # Four standard errors of a proportion of 0.95 over 1000 rounds are 0.028.
+    assert covered / rounds > 0.95 - 0.028
 
 
 def test_the_interval_contains_the_truth_in_95_of_100_evaluations():
