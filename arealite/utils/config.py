@@ -76,7 +76,7 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     """Merge sources, each with its name for errors, and check the result."""
     node = schema_of(cls)
     for source, values in sources:
-        _check_keys(values, cls, source)
+        _check_keys(values, cls, source, cls)
         try:
             node = _merge(node, values, source)
         except OmegaConfBaseException as error:
@@ -329,25 +329,25 @@ def _first_line(error: Exception) -> str:
     return _shorten(f"{key}: {lines[0]}" if key else lines[0])
 
 
-def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") -> None:
+def _check_keys(values: DictConfig, cls: type, source: str, root: type, prefix: str = "") -> None:
     """Raise for the first key that the dataclass does not have. Free-form dicts may have any keys."""
     kinds = typing.get_type_hints(cls)
     for key in map(str, values):
         path = f"{prefix}{key}"
         if key not in kinds:
-            raise ConfigError(f"unknown key {path!r} in {source}: {nearest_key(key, cls, prefix)}")
+            raise ConfigError(f"unknown key {path!r} in {source}: {nearest_key(key, cls, prefix, root)}")
         child, named, node = dataclass_of(kinds[key]), named_sections(kinds[key]), values._get_node(key)
         expected = {list: ListConfig, dict: DictConfig}.get(typing.get_origin(without_null(kinds[key])))
         if expected is not None and isinstance(node, DictConfig | ListConfig) and not isinstance(node, expected):
             raise ConfigError(f"{path} in {source} must be {type_name(kinds[key])}")
         if named is not None and isinstance(node, DictConfig) and not node._is_none():
             for name in map(str, node):
-                _check_section(node, name, named, source, f"{path}.{name}")
+                _check_section(node, name, named, source, root, f"{path}.{name}")
         elif child is not None:
-            _check_section(values, key, child, source, path)
+            _check_section(values, key, child, source, root, path)
 
 
-def _check_section(values: DictConfig, key: str, cls: type, source: str, path: str) -> None:
+def _check_section(values: DictConfig, key: str, cls: type, source: str, root: type, path: str) -> None:
     """Check the keys of one section of `values`."""
     node: Any = values._get_node(key)
     if OmegaConf.is_interpolation(values, key) or values[key] is None:
@@ -355,7 +355,7 @@ def _check_section(values: DictConfig, key: str, cls: type, source: str, path: s
     if not isinstance(node, DictConfig):
         inside = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(cls))
         raise ConfigError(f"{path} in {source} is a section, not one value: set {inside}")
-    _check_keys(node, cls, source, f"{path}.")
+    _check_keys(node, cls, source, root, f"{path}.")
 
 
 def bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:

@@ -73,8 +73,7 @@ def keys_of(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
             words = field.metadata.get("words", ())
             text += f" ({' | '.join(words)})" if words else ""
             yield Key(path, type_name(kind), _default_text(default), text, words)
-            named = named_sections(kind)
-            if named is not None:
+            if (named := named_sections(kind)) is not None:
                 yield from keys_of(named, f"{path}.NAME.")
             continue
         if kind is not child and field.default is None:
@@ -129,17 +128,23 @@ def nearest_text(name: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
-def nearest_key(key: str, cls: type, prefix: str) -> str:
-    """Return which key of a section, or inside it, was probably meant; else all keys of the section."""
+def nearest_key(key: str, cls: type, prefix: str, root: type) -> str:
+    """Return which key was probably meant: of a section, inside it, elsewhere; or all of the section."""
     siblings = [field.name for field in dataclasses.fields(cls)]
-    near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
-    # The key may have been written some levels too high: search for its name in nested sections, and for theirs.
-    paths = [each.path for each in keys_of(cls, prefix)] if not near else []
-    nested = dict.fromkeys(part for path in paths for part in accumulate(path.split("."), "{}.{}".format))
-    names = {path.rsplit(".", 1)[-1] for path in nested}
-    name = next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.8)), "")
-    near = near or [path for path in nested if path.rsplit(".", 1)[-1] == name][:3]
+    # The key may have been written in another section: search for its name in nested ones, then everywhere.
+    inside, everywhere = _by_name(keys_of(cls, prefix)), _by_name(keys_of(root))
+    like = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
+    close = [inside[name] for name in difflib.get_close_matches(key, inside, n=1, cutoff=0.8)]
+    near = list(inside.get(key) or like or (close or [everywhere.get(key, ())])[0])[:3]
     return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
+
+
+def _by_name(keys: Iterator[Key]) -> dict[str, dict[str, None]]:
+    """Return the paths of all keys and of their sections by the last name."""
+    found: dict[str, dict[str, None]] = {}
+    for path in (part for key in keys for part in accumulate(key.path.split("."), "{}.{}".format)):
+        found.setdefault(path.rpartition(".")[2], {})[path] = None
+    return found
 
 
 def type_name(kind: Any) -> str:
@@ -155,11 +160,8 @@ def type_name(kind: Any) -> str:
 
 def _lines_of_part(cls: type, part: str) -> Iterator[str]:
     rows, parts = list(keys_of(cls)), list(parts_of(cls))
-    if part == "all":
-        yield from _table(rows)
-        return
-    if part == _PLAIN:
-        yield from _table(_plain_keys(cls, ""))
+    if part in ("all", _PLAIN):
+        yield from _table(rows if part == "all" else _plain_keys(cls, ""))
         return
     found = [each for each in parts if each[0] == part] or [each for each in parts if each[0].endswith(f".{part}")]
     for path, section, text in found:
@@ -176,10 +178,8 @@ def _lines_of_part(cls: type, part: str) -> Iterator[str]:
         named = [row for row in rows if part.lower() in row.path.lower()]
         if not named:
             names = {path.rsplit(".", 1)[-1]: None for path in (*(each[0] for each in parts), *(r.path for r in rows))}
-            near = (
-                nearest_text(part, list(names))
-                or f"parts are {', '.join(path for path, *_ in parts if '.' not in path)}"
-            )
+            known = ", ".join(path for path, *_ in parts if "." not in path)
+            near = nearest_text(part, list(names)) or f"parts are {known}"
             raise ConfigError(f"no part and no key is named {part!r}: {near}")
         yield f"keys with {part!r} in their name:"
         yield from _table(named)

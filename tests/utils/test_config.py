@@ -113,6 +113,12 @@ def test_free_form_sections_take_any_key():
         ),
         ("actor.optimizer.lrr=1", "did you mean actor.optimizer.lr?"),
         ("max_new_tokens=5", "did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens?"),
+        (
+            "actor.on_collapse=stop",
+            "unknown key 'actor.on_collapse' in override 'actor.on_collapse=stop': did you mean on_collapse?",
+        ),
+        ("actor.gconfig.n_samples=2", "did you mean gconfig?"),
+        ("rollout.n_samples=2", "did you mean gconfig.n_samples or eval_gconfig.n_samples?"),
         ("optimizer.lr=1", "did you mean actor.optimizer or critic.optimizer"),
         ("nonsense=5", "known here: experiment_name"),
         ("actor.optimizer.lr=fast", "actor.optimizer.lr in override 'actor.optimizer.lr=fast' (expected float | null)"),
