@@ -105,6 +105,22 @@ def _run_for_reader(argv: list[str]) -> int | None:
         # What is left is written nowhere at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_GONE
+    except OSError as error:
+        if error.filename is not None or _can_write():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text = f"error: cannot write the output: {error.strerror}. Free space there, or send the output elsewhere"
+        print(text, file=sys.stderr, flush=True)
+        return 1
+
+
+def _can_write() -> bool:
+    """Whether standard output takes a line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
 def main() -> NoReturn:

@@ -41,6 +41,7 @@ from arealite.api.cli_args import (
 from arealite.api.config_field import help_field
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.api.trainer_api import load_trainer
+from arealite.launcher.output import lasting_output
 from arealite.utils.activity import activity
 from arealite.utils.config import load_config, private_yaml, run_main
 from arealite.utils.config_help import USAGE, CommandHelp
@@ -260,13 +261,14 @@ def run(argv: list[str], about: CommandHelp) -> int:
 @contextmanager
 def _shown(text: str) -> Iterator[None]:
     """Say what is done, and go on saying it if it takes long. No thread is left behind."""
-    print(text, flush=True)
-    activity.watch()
-    try:
-        with activity.doing(text):
-            yield
-    finally:
-        activity.close()
+    with lasting_output():
+        print(text, flush=True)
+        activity.watch()
+        try:
+            with activity.doing(text):
+                yield
+        finally:
+            activity.close()
 
 
 def loop_file(kind: str | None) -> Path:

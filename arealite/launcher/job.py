@@ -235,6 +235,7 @@ class Job:
         lines.append(f"threads per process: {placement.threads}")
         return "\n".join(lines)
 
+    @lasting_output()
     def announce(self) -> None:
         """Print the run directory."""
         print(f"run directory: {self.run_dir.path}", flush=True)

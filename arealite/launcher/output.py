@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+# File descriptors that could not be written.
+_warned: set[int] = set()
+
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
@@ -31,8 +34,22 @@ class _LastingFile(io.FileIO):
     def write(self, data: Any, /) -> int | None:
         try:
             return super().write(data)
-        except OSError:
+        except OSError as error:
+            _warn_lost(self.fileno(), error)
             return memoryview(data).nbytes
+
+
+def _warn_lost(number: int, error: OSError) -> None:
+    """Say once that output is lost, on standard error. Nobody misses that of a reader that has gone."""
+    if number in _warned or number == 2 or isinstance(error, BrokenPipeError):
+        return
+    _warned.add(number)
+    print(
+        f"warning: cannot write the output: {error.strerror}. The run goes on without it, and its logs are in the run "
+        "directory",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _lasting(stream: TextIO | None) -> TextIO:

@@ -107,3 +107,12 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(arguments):
     errors = process.stderr.read()
     assert process.wait(timeout=60) == 141 and errors == "", errors
     process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash"], ["train", "--help"]])
+def test_output_on_a_full_disk_is_one_message(arguments):
+    command = [sys.executable, "-m", "arealite.cli.entry", *arguments]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    text = "error: cannot write the output: No space left on device. Free space there, or send the output elsewhere\n"
+    assert (ended.returncode, ended.stderr) == (1, text)

@@ -41,6 +41,15 @@ def test_a_launcher_may_be_started_without_output(work, arguments):
     assert "rank 0 of 1" in (RUN / "logs" / "rank0.log").read_text()
 
 
+def test_a_launcher_whose_output_is_on_a_full_disk_says_so_once_and_runs(work, arguments):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, *COMMAND, *arguments(mode="d1")]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("warning: cannot write the output: No space left on device. The run goes on") == 1
+    assert "rank 0 of 1" in (RUN / "logs" / "rank0.log").read_text()
+
+
 def test_output_comes_back_with_the_space(tmp_path, monkeypatch):
     file = (tmp_path / "out").open("w")
     with file, monkeypatch.context() as patch:
