@@ -88,14 +88,18 @@ def get_sft(
     """Load rows with `input_ids` and a `loss_mask` of 1 on what the assistant says.
 
     Conversations (`messages`, perhaps `tools`) are trained on all turns of the assistant. Other rows have a `prompt`
-    and a `response`; with a chat template, and without `prompt_template`, they become a conversation of two turns.
+    and a `response`, which is trained: both are messages, or texts. With a chat template, and without
+    `prompt_template`, texts become a conversation of two turns.
     `raw`: rows that are in memory.
     """
     return load_tokens(config, lambda row: _tokenize_row(row, config, how, tokenizer), tokenizer, cache, raw)
 
 
 def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
-    """Return a row with `messages`, or with `prompt` and `response`; raises `ValueError`."""
+    """Return a row with `messages`, or with `prompt` and `response`; raises `ValueError`.
+
+    Of `messages` that were given in two parts, the first `num_given` are the prompt.
+    """
     adapted = how.adapt(raw) if how.adapt and not config.columns else raw
     row = apply_columns(adapted, config.columns or how.columns)
     refuse_images(row)
@@ -110,6 +114,10 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
             "supervised training needs `messages`, or `prompt` and `response`; its columns are "
             f"{', '.join(map(str, row))}. Set columns.{missing[0]}"
         )
+    if isinstance(row["prompt"], list) and isinstance(row["response"], list):
+        refuse_template(config)
+        prompt, response = (check_messages(name, row[name]) for name in ("prompt", "response"))
+        return {"messages": [*prompt, *response], "num_given": len(prompt), **read_tools(row)}
     for name in ("prompt", "response"):
         if not isinstance(row[name], str):
             raise ValueError(f"`{name}` must be text, not {type(row[name]).__name__}")
@@ -144,7 +152,8 @@ def _tokenize_row(
         turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
         row = {"messages": turns}
     messages = with_system(row["messages"], config.system_prompt)
-    return tokenize_chat(messages, tokenizer, tools=row.get("tools"))
+    start = row.get("num_given", 0) + len(messages) - len(row["messages"])
+    return tokenize_chat(messages, tokenizer, start, row.get("tools"))
 
 
 def load_tokens(

@@ -77,9 +77,6 @@ def _read_conversation(row: Row) -> Row:
     """Return `messages`, or `prompt` and `response`, of a row in one of TRL's layouts."""
     if "completion" in row and "response" not in row:
         row = {**{name: value for name, value in row.items() if name != "completion"}, "response": row["completion"]}
-    if isinstance(row.get("prompt"), list) and isinstance(row.get("response"), list):
-        messages = [*row["prompt"], *row["response"]]
-        return {"messages": messages, "tools": row.get("tools"), "images": row.get("images")}
     if "text" in row and not {"messages", "prompt"} & row.keys():
         raise ValueError("it has only `text`: give `messages`, or `prompt` and `response`, which says what to train on")
     return row

@@ -96,6 +96,16 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     assert list(streamed) == load(columns={"messages": "talk"})
     with pytest.raises(DatasetError, match=r"row 1: supervised training needs `messages`, or .* columns are talk, in"):
         load()
+    # A prompt of messages is not trained, whatever turns it has.
+    rows = [{"prompt": CHAT[:4], "response": CHAT[4:]}, {"prompt": CHAT[1:4], "response": CHAT[4:]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for system_prompt, begins in ((None, "<user>hi"), ("S", "<system>S\n<user>hi")):
+        pieces = [trained(row, tokenizer) for row in load(system_prompt=system_prompt)]
+        assert [answers for answers, _ in pieces] == [["two\n<eos>"]] * 2
+        assert all(
+            text.startswith(begin) for (_, text), begin in zip(pieces, ("<system>be kind\n", begins), strict=True)
+        )
+    path.write_text(json.dumps({"in": "hi", "talk": CHAT}) + "\n")
     with pytest.raises(DatasetError, match="row 1: `response` must be text, not list"):
         load(columns={"prompt": "in", "response": "talk"})
 
