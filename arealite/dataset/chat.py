@@ -72,7 +72,7 @@ def _tokenize(spans: list[tuple[str, str]], ends: Set[int], tokenizer: PreTraine
     if tokenizer.eos_token_id is None:
         raise DatasetError("the tokenizer has no end-of-text token, so an answer could never end")
     ids, mask = [], []
-    done = ""
+    done, num_after = "", 0
     for before, after in spans:
         # The template has written the special tokens.
         prompt = tokenizer.encode(before.removeprefix(done), add_special_tokens=False)
@@ -81,11 +81,9 @@ def _tokenize(spans: list[tuple[str, str]], ends: Set[int], tokenizer: PreTraine
         length = next((i + 1 for i in reversed(range(len(answer))) if answer[i] in ends), len(answer))
         ids += prompt + answer
         mask += [0] * len(prompt) + [1] * length + [0] * (len(answer) - length)
-        done = after
+        done, num_after = after, len(answer) - length
     # Templates often end the last turn with a line break, which no model has to write.
-    while mask and not mask[-1]:
-        ids.pop()
-        mask.pop()
-    if not mask or ids[-1] not in ends:
+    ids, mask = ids[: len(ids) - num_after], mask[: len(mask) - num_after]
+    if not (mask and mask[-1]) or ids[-1] not in ends:
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, 1]
     return {"input_ids": ids, "loss_mask": mask}

@@ -70,6 +70,17 @@ def test_only_turns_of_the_assistant_are_trained(template, pieces):
     assert trained(row, tokenizer)[0] == pieces[-1][-1:]
 
 
+def test_an_empty_answer_is_an_end_token_behind_its_prompt():
+    tokenizer = make_tokenizer()
+    # Writes nothing behind an answer.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (row,) = tokenize_chat([CHAT[1], {"role": "assistant", "content": ""}], tokenizer)
+    assert trained(row, tokenizer) == (["<eos>"], "user:hiassistant:<eos>")
+
+
 def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     path = tmp_path / "chats.jsonl"
     rows = [{"talk": CHAT, "in": "hi", "out": "yes"}] * 3
