@@ -110,7 +110,7 @@ class GRPOTrainer(EasyTrainer):
             template = config.prompt_template or ("{prompt}" if is_plain else None)
             how = dataclasses.replace(config, columns={}, prompt_template=template)
             rows = load_prompts(how, AS_THEY_ARE, self.tokenizer, raw)
-        check_columns(self.parts, [name for name in rows[0] if name not in ("prompt", "messages", ASKED)])
+        check_columns(self.parts, [name for name in rows[0] if name not in ("prompt", "messages", ASKED)], config.path)
         return rows
 
     def _resolve(self, data: Any) -> Any:

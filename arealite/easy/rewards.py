@@ -107,7 +107,7 @@ def _takes_group(fn: Any, signature: inspect.Signature) -> bool:
     return bool(group)
 
 
-def check_columns(parts: Sequence[RewardPart], columns: Sequence[str]) -> None:
+def check_columns(parts: Sequence[RewardPart], columns: Sequence[str], dataset: str = "train_dataset") -> None:
     """Raise `ConfigError` if a function needs a column that the dataset does not have."""
     for part in parts:
         known = {*columns, *_GIVEN[part.takes_group]}
@@ -115,8 +115,8 @@ def check_columns(parts: Sequence[RewardPart], columns: Sequence[str]) -> None:
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_named and parameter.default is parameter.empty and name not in known:
                 raise ConfigError(
-                    f"the reward {_show(part.fn)} needs `{name}`, but rows of train_dataset have the columns "
-                    f"{', '.join(columns)}: add the column, or give the parameter a default"
+                    f"the reward {_show(part.fn)} needs `{name}`, but rows of {dataset} have the columns "
+                    f"{', '.join(columns) or '(none)'}: add the column, or give the parameter a default"
                 )
 
 

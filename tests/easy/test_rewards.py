@@ -121,6 +121,8 @@ def test_weights_and_columns_are_checked():
         read_rewards(lambda completion: 1, [1, 2])
     with pytest.raises(ConfigError, match=r"needs `answer`, but rows of train_dataset have the columns level"):
         check_columns(read_rewards(lambda completion, answer: 1, None), ["level"])
+    with pytest.raises(ConfigError, match=r"needs `answer`, but rows of eval_dataset have the columns \(none\)"):
+        check_columns(read_rewards(lambda completion, answer: 1, None), [], "eval_dataset")
     check_columns(read_rewards([lambda completion, answer=None: 1, lambda completions, level: 1], None), ["level"])
 
 
