@@ -62,6 +62,13 @@ def read_eval_data(data: Any) -> dict[str, list[Row] | str]:
     return {"valid": read_data(data, "eval_dataset")}
 
 
+def without_empty(raw: Row, *layouts: str) -> Row:
+    """Return a row without columns that are None beside another of `layouts`: a `Dataset` of mixed rows has them."""
+    missing = [name for name in layouts if name in raw and raw[name] is None]
+    has_other = any(raw.get(name) is not None for name in layouts)
+    return {name: value for name, value in raw.items() if name not in missing} if missing and has_other else raw
+
+
 def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_prompt: bool) -> list[Row]:
     """Return rows in which a chat is in `messages` and a text in `prompt`; raises `DatasetError`.
 
@@ -70,7 +77,7 @@ def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_pro
     section = "train_dataset" if name == "train_dataset" else "valid_dataset"
 
     def make(raw: Row) -> Row:
-        row = dict(apply_columns(raw, columns))
+        row = dict(without_empty(apply_columns(raw, columns), "prompt", "messages"))
         asked = row.get("prompt", row.get("messages"))
         if asked is None and "prompt" in row:
             raise ValueError("its `prompt` is None: remove the row, or give it a text or a list of messages")

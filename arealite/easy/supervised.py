@@ -13,7 +13,7 @@ from arealite.dataset.loader import check_valid_rows
 from arealite.dataset.preference import get_preferences
 from arealite.dataset.sft import get_sft
 from arealite.easy.base import EasyTrainer
-from arealite.easy.data import Row
+from arealite.easy.data import Row, without_empty
 from arealite.easy.options import read_given
 from arealite.trainer import dpo, rw, sft
 from arealite.trainer.tasks import load_sft
@@ -75,6 +75,7 @@ class SFTTrainer(_Supervised):
 
 def _read_conversation(row: Row) -> Row:
     """Return `messages`, or `prompt` and `response`, of a row in one of TRL's layouts."""
+    row = without_empty(row, "messages", "prompt")
     if "completion" in row and "response" not in row:
         row = {**{name: value for name, value in row.items() if name != "completion"}, "response": row["completion"]}
     if "text" in row and not {"messages", "prompt"} & row.keys():

@@ -4,6 +4,7 @@ import pytest
 
 from arealite.api.errors import DatasetError
 from arealite.easy.data import as_prompts, read_data
+from arealite.easy.supervised import _read_conversation
 
 ROWS = [{"prompt": "1+1?", "answer": "2"}]
 
@@ -28,6 +29,19 @@ def test_rows_and_splits_are_read():
 def test_other_data_is_refused_with_what_to_pass(data, message):
     with pytest.raises(DatasetError, match=message):
         read_data(data, "train_dataset")
+
+
+def test_columns_that_are_none_beside_another_layout_do_not_count():
+    chat = [{"role": "user", "content": "1+1?"}]
+    mixed = [{"prompt": None, "messages": chat}, {"prompt": "1+1?", "messages": None}]
+    assert as_prompts(mixed, "train_dataset", {}, keeps_prompt=False) == [{"messages": chat}, {"prompt": "1+1?"}]
+    answered = [*chat, {"role": "assistant", "content": "2"}]
+    rows = [_read_conversation({"messages": answered, "prompt": None, "completion": None})]
+    rows += [_read_conversation({"messages": None, "prompt": "1+1?", "completion": "2"})]
+    assert rows[0]["messages"] == answered and "prompt" not in rows[0]
+    assert "messages" not in rows[1] and rows[1]["response"] == "2"
+    with pytest.raises(DatasetError, match="its `prompt` is None"):
+        as_prompts([{"prompt": None, "messages": None}], "train_dataset", {}, keeps_prompt=False)
 
 
 @pytest.mark.parametrize(("name", "key"), [("train_dataset", "train_dataset"), ("eval_dataset", "valid_dataset")])
