@@ -105,7 +105,8 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     refuse_images(row)
     if "messages" in row:
         check_messages("messages", row["messages"])
-        if "prompt" not in row:
+        # Some conversations have their first message as `prompt` too.
+        if "prompt" not in row or "response" not in row:
             refuse_template(config)
             return {"messages": row["messages"], **read_tools(row)}
     missing = [name for name in ("prompt", "response") if name not in row]

@@ -87,6 +87,9 @@ def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_pro
                 "Rename the column of the question to `prompt`, or pass "
                 f"config={{{section!r}: {{'columns': {{'prompt': …}}}}}}"
             )
+        if "prompt" in row:
+            # Messages beside a prompt may have its answer.
+            row.pop("messages", None)
         if isinstance(row.get("prompt"), list):
             row["messages"] = row.pop("prompt")
         return {**row, ASKED: asked} if keeps_prompt else row

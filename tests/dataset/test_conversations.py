@@ -107,6 +107,9 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     assert list(streamed) == load(columns={"messages": "talk"})
     with pytest.raises(DatasetError, match=r"row 1: supervised training needs `messages`, or .* columns are talk, in"):
         load()
+    # Its first message may stand beside a conversation.
+    path.write_text(json.dumps({"messages": CHAT, "prompt": "hi", "prompt_id": "x"}) + "\n")
+    assert load() == tokenize_chat(CHAT, tokenizer)
     # A prompt of messages is not trained, whatever turns it has.
     rows = [{"prompt": CHAT[:4], "response": CHAT[4:]}, {"prompt": CHAT[1:4], "response": CHAT[4:]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

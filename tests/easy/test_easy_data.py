@@ -31,6 +31,14 @@ def test_other_data_is_refused_with_what_to_pass(data, message):
         read_data(data, "train_dataset")
 
 
+def test_a_prompt_counts_and_not_the_conversation_beside_it():
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    (row,) = as_prompts([{"prompt": "1+1?", "messages": talk, "id": 3}], "train_dataset", {}, keeps_prompt=False)
+    assert row == {"prompt": "1+1?", "id": 3}
+    (row,) = as_prompts([{"prompt": talk[:1], "messages": talk}], "train_dataset", {}, keeps_prompt=False)
+    assert row == {"messages": talk[:1]}
+
+
 def test_columns_that_are_none_beside_another_layout_do_not_count():
     chat = [{"role": "user", "content": "1+1?"}]
     mixed = [{"prompt": None, "messages": chat}, {"prompt": "1+1?", "messages": None}]
