@@ -63,7 +63,10 @@ def read_eval_data(data: Any) -> dict[str, list[Row] | str]:
 
 
 def without_empty(raw: Row, *layouts: str) -> Row:
-    """Return a row without columns that are None beside another of `layouts`: a `Dataset` of mixed rows has them."""
+    """Return a row without columns that are None beside another of `layouts`.
+
+    A `datasets.Dataset` of rows in several layouts has them.
+    """
     missing = [name for name in layouts if name in raw and raw[name] is None]
     has_other = any(raw.get(name) is not None for name in layouts)
     return {name: value for name, value in raw.items() if name not in missing} if missing and has_other else raw
