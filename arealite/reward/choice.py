@@ -25,7 +25,7 @@ _TAIL = 2_000
 
 
 def choice_reward(
-    prompt: str = "", completion: str = "", *ids: Any, answer: str = "", choices: Sequence[str] = (), **data: Any
+    prompt: str = "", completion: str = "", *ids: Any, answer: str, choices: Sequence[str] = (), **data: Any
 ) -> float:
     """Return 1.0 if the completion chooses `answer`: a letter, or the text of one of `choices`.
 

@@ -17,7 +17,7 @@ _REPLACED = (("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷",
 
 
 def countdown_reward(
-    prompt: str, completion: str, *ids: Any, numbers: Sequence[int] = (), target: int = 0, **data: Any
+    prompt: str, completion: str, *ids: Any, numbers: Sequence[int], target: int, **data: Any
 ) -> float:
     """Return 1.0 if the last `<answer>` (else the last box, else the last line) solves the row, else 0.0."""
     return float(solves(find_expression(completion), numbers, target))

@@ -11,7 +11,7 @@ _DIVISION = re.compile(r"\d[\s)}]*/[\s({$]*\d|frac")
 
 
 def gsm8k_reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str = "", **data: Any
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **data: Any
 ) -> float:
     """Return 1.0 if right, else 0.0. `answer` is the dataset's column, with or without the worked steps.
 

@@ -74,7 +74,7 @@ _SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:text|le|ge)")
 
 
 def math_reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str = "", **data: Any
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **data: Any
 ) -> float:
     """1.0 if the completion's final answer equals `answer`, else 0.0."""
     found = final_answer(completion)

@@ -12,14 +12,14 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’„«»…–—。，、！？；：（）「」《》")
 
 
-def qa_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str] = "", **data: Any) -> float:
+def qa_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str], **data: Any) -> float:
     """Return 1.0 if the final answer of a completion equals an accepted one, else 0.0."""
     accepted = [answer] if isinstance(answer, str) else answer
     found = normalize(find_short_answer(completion))
     return float(bool(found) and any(found == normalize(each) for each in accepted))
 
 
-def f1_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str] = "", **data: Any) -> float:
+def f1_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str], **data: Any) -> float:
     """Return the F1 of the words that the final answer shares with the best of the accepted ones."""
     accepted = [answer] if isinstance(answer, str) else answer
     found = normalize(find_short_answer(completion)).split()

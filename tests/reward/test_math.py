@@ -54,7 +54,7 @@ def test_rewards():
     assert math_reward(completion="\\boxed{\\frac{2}{4}}", answer="0.5", **common) == 1.0
     assert math_reward(completion="", answer="0.5", **common) == 0.0
     with pytest.raises(DatasetError, match="column `answer`"):
-        gsm8k_reward(completion="1", **common)
+        gsm8k_reward(completion="1", answer="", **common)
 
 
 @pytest.mark.parametrize(

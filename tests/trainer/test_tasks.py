@@ -12,11 +12,12 @@ import pytest
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import AReaLiteError, ConfigError, DatasetError, RequestError
+from arealite.api.reward_api import check_columns
 from arealite.cli.main import MainConfig, flatten
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.math import math_reward
 from arealite.trainer import task_formats
-from arealite.trainer.tasks import TASKS, check_data, find_reward, find_task, load_rl, load_sft
+from arealite.trainer.tasks import REWARDS, TASKS, check_data, find_reward, find_task, load_rl, load_sft
 from arealite.utils.config import load_config
 from tests.tiny_vision import make_vision_model, picture
 
@@ -142,6 +143,12 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(tmp_path, ki
     path.write_text('{"q": "1+1?", "a": "2", "n": 3}\n')
     with pytest.raises(AReaLiteError, match=message):
         check(tmp_path, kind, f"train_dataset.path={path}", *argv)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "qa", "f1", "choice", "countdown"])
+def test_rewards_that_ship_say_which_column_they_miss(name):
+    with pytest.raises(DatasetError, match=rf"the reward {name}_reward needs '(answer|numbers)'.*the columns q: set"):
+        check_columns(REWARDS[name], {"q": 1})
 
 
 PROMPTS = "train_dataset.columns={prompt: q, answer: a, response: a, chosen: q, rejected: a}"
