@@ -142,6 +142,7 @@ def _tokenize_row(
     raw: Row, config: DataSourceConfig, how: PromptFormat, tokenizer: PreTrainedTokenizerBase
 ) -> list[Row]:
     row = read_sft(raw, config, how)
+    num_given: int = row.get("num_given", 0)
     template = config.prompt_template or how.plain
     if "prompt" in row and not (tokenizer.chat_template and config.prompt_template is None):
         row.pop("messages", None)
@@ -153,7 +154,7 @@ def _tokenize_row(
         turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
         row = {"messages": turns}
     messages = with_system(row["messages"], config.system_prompt)
-    start = row.get("num_given", 0) + len(messages) - len(row["messages"])
+    start = num_given + len(messages) - len(row["messages"])
     return tokenize_chat(messages, tokenizer, start, row.get("tools"))
 
 

@@ -137,7 +137,7 @@ class Evaluator:
                 f"warning: the evaluation {describe_step(self.step)} has no result, and training goes on: {error}. "
                 "Check the rows and the reward of the validation sets"
             )
-            return [None] * sum(map(len, self.sets.values()))
+            return [None for own in self.sets.values() for _ in own]
 
     def _max_running(self) -> int:
         """Return how many questions are asked at once beside training."""

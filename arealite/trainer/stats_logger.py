@@ -107,7 +107,7 @@ def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for line in run_dir.stats_path.read_text(errors="replace").splitlines():
         if math.isfinite(_step_of(line)):
-            values = {k: v for k, v in json.loads(line).items() if v is None or _is_number(v)}
+            values: dict[str, Any] = {k: v for k, v in json.loads(line).items() if v is None or _is_number(v)}
             replaced = tuple(f"eval/{name}/" for name in set_names(values))
             before = {key: old for key, old in steps.get(values["step"], {}).items() if not key.startswith(replaced)}
             steps[values["step"]] = before | values
