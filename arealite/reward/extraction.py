@@ -5,7 +5,10 @@ r"""Find the final answer in a completion.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
+
+from arealite.reward.measures import compound_at
 
 # Without a marker the answer is searched in the last characters only; in more of them if there is none.
 _TAILS = (500, 5_000)
@@ -13,6 +16,9 @@ _TAILS = (500, 5_000)
 _MAX_ANSWER = 1_000
 _MAX_TRIES = 20
 _SIGNS = str.maketrans({"−": "-", "–": "-", "×": "*", "÷": "/", "·": "*", "\u00a0": " ", "\u2009": " ", "\u202f": " "})
+# ½ and its like, in LaTeX.
+_PARTS = {sign: unicodedata.normalize("NFKC", sign).split("\u2044") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
+FRACTIONS = str.maketrans({sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in _PARTS.items()} | {"\u2044": "/"})
 
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 SCALE = rf"(?:\s*\b(?:{'|'.join(SCALES)})\b)+"
@@ -80,7 +86,7 @@ def final_answer(text: str) -> str | None:
     if boxed is not None:
         return boxed
     # A box that is not closed, or empty, is no marker.
-    text = text.translate(_SIGNS).replace("\\boxed{", " ")
+    text = text.translate(_SIGNS).translate(FRACTIONS).replace("\\boxed{", " ")
     for statement in _marked_statements(text):
         answer = _read_statement(statement)
         if answer:
@@ -89,6 +95,8 @@ def final_answer(text: str) -> str | None:
         found = list(_formulas(text[-size:]))
         if found:
             match, formula = found[-1]
+            if measure := _measure_until(text[-size:], found):
+                return measure
             return _with_scale(formula, text[-size:], match.end())
     return None
 
@@ -201,6 +209,13 @@ def _trim(part: str) -> str:
     return part
 
 
+def _measure_until(text: str, found: list[tuple[re.Match[str], str]]) -> str | None:
+    """Return the measure in several units that ends with the last number."""
+    last = found[-1][0].start()
+    starts = (match.start() for match, _ in found[-4:-1])
+    return next((each for start in starts if (each := compound_at(text, start)) and start + len(each) > last), None)
+
+
 def _with_scale(formula: str, text: str, end: int) -> str:
     """The formula with the word behind it that multiplies it: `5 thousand`."""
     scale = _SCALE.match(text, end)
@@ -216,6 +231,8 @@ def _read_statement(text: str) -> str | None:
     match, formula = found if found and found[0].start() <= stop else (None, "")
     if _NO_ANSWER.match(text[: match.start() if match else stop]):
         return None
+    if match and (measure := compound_at(text, match.start())):
+        return measure
     if match and match["run"] is None:
         return _join_formulas(text, match, formula)
     sentence = text[:stop].strip("*_`\"'! \t\r")

@@ -14,7 +14,8 @@ from typing import Any
 
 import math_verify
 
-from arealite.reward.extraction import SCALE, SCALES, final_answer, last_boxed
+from arealite.reward.extraction import FRACTIONS, SCALE, SCALES, final_answer, last_boxed
+from arealite.reward.measures import measures_equal
 from arealite.utils.pools.process_pool import prepare_workers
 
 __all__ = ["answers_equal", "final_answer", "first_equal", "last_boxed", "math_reward", "parse_number"]
@@ -43,6 +44,12 @@ _REPEATING = re.compile(r"([-+]?)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}"
 _SCALED = re.compile(rf"({_NUMBER})({SCALE})?", re.I)
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+# `3^{rd}`, `4^{\text{th}}`: an ordinal number, and no power.
+_ORDINAL_END = r"(?:st|nd|rd|th)"
+_ORDINAL = re.compile(
+    rf"(?<=\d)\s*\^\s*(?:({_ORDINAL_END})\b|\{{\s*({_ORDINAL_END})\s*\}}"
+    rf"|\{{?\s*\\(?:text\w*|mathrm|mathbf|mathit|mbox)\s*\{{\s*({_ORDINAL_END})\s*\}}\s*\}}?)"
+)
 _NO_MEANING = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\degree|\\[()\[\]]|\\displaystyle"
 )
@@ -87,6 +94,8 @@ def answers_equal(given: str, expected: str) -> bool:
     given, expected = _clean(given), _clean(expected)
     if not given or not expected:
         return False
+    if (same_measure := measures_equal(given, expected)) is not None:
+        return same_measure
     a, b = _value(given), _value(expected)
     is_same_text = _letters(given) == _letters(expected)
     if a is not None and b is not None:
@@ -172,9 +181,10 @@ def _numbers_equal(a: Fraction, b: Fraction, texts: str) -> bool:
 
 def _tidy(text: str) -> str:
     """`text` with one spelling for each sign, and without signs that have no meaning here."""
-    text = text.strip("* \t\r\n")
+    text = text.strip("* \t\r\n").translate(FRACTIONS)
     for old, new in _REPLACED:
         text = text.replace(old, new)
+    text = _ORDINAL.sub(lambda found: "".join(filter(None, found.groups())), text)
     rows = (re.sub(r"\\[,;: ]|\s+|~", " ", _NO_MEANING.sub("", row)).strip() for row in _ROW_END.split(text))
     text = r"\\".join(rows).rstrip(".,;: ")
     return re.sub(r"^(?:\\approx|approximately|about)\s*", "", text)
