@@ -12,12 +12,31 @@ from arealite.reward.qa import normalize
 _LETTER = re.compile(r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,]*", re.I)
 # Behind it stands a letter or the text of a choice.
 _STATED = re.compile(
-    r"(?:\banswers?\b\W{0,5}(?:is\b|are\b|be\b)?|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is\b|:)|答案(?:[是为]|[:：])+)"
+    r"(?:\banswers?\b\W{0,5}(?:(?:must|should|would|will)\s+be\b|is\b|are\b|be\b)?"
+    r"(?:\s+(?:clearly|therefore|thus|then|indeed)\b)?|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is\b|:)|答案(?:[是为]|[:：])+)"
     r"\W{0,5}(?:(?:option|choice) )?",
     re.I,
 )
 # Not the article in `a village`.
 _STATED_LETTER = re.compile(r"([A-Za-z])(?![A-Za-z'])(?<!\ba(?=\s[a-z]))")
+# Choices that a text rules out (`not B`, `neither A nor B`, `B is wrong`), and the words before the chosen one.
+_ONE = r"[({\[*\"'`]*(?:(?:option|choice|answer)\s+)?[({\[*\"'`]*[A-Z](?![A-Za-z'])[)}\]*\"'`]*"
+_NOT_RIGHT = r"not\s+(?:right|correct|(?:the\s+)?(?:\w+\s+)?(?:answer|one))"
+_WRONG = rf"(?:wrong|incorrect|false|impossible|(?:ruled\s+)?out|{_NOT_RIGHT})\b"
+_RULED_OUT = re.compile(
+    r"[\s*_]*(?:"
+    r"(?:(?:it|this|that)\s+)?(?:(?:is|was)?\s*\b(?:not|neither)|(?:is|was)n['’]t|(?:can|could)(?:\s*not|['’]?n?['’]t)\s+be)"
+    rf"\s+{_ONE}(?:(?:\s*,)?\s*(?:and|or|nor)\s+{_ONE}|\s*,\s*{_ONE})*"
+    rf"|{_ONE}(?:\s+and\s+{_ONE})?(?:\s*:\s*|\s+(?:is|are|was|were|must\s+be)\s+)(?:both\s+)?{_WRONG}"
+    rf"|{_ONE}\s+(?:is|was)n['’]t\s+(?:right|correct)\b"
+    r")",
+    re.I,
+)
+_INSTEAD = re.compile(
+    r"[\s,.;:*_—–-]*(?:\b(?:but|so|thus|hence|therefore|rather|instead|and|then|it|this|that|is|must|be|the|answer"
+    r"|correct|right|choose|i)\b(?:['’]s\b)?[\s,:]*)+(?:(?:option|choice)\s+)?[({\[*\"'`]*",
+    re.I,
+)
 _SENTENCE = re.compile(r"[^\n.;]{0,300}")
 _TYPESETTING = re.compile(r"\\(?:text\w*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 # Characters at the end of an answer that are searched.
@@ -30,7 +49,8 @@ def choice_reward(
     """Return 1.0 if the completion chooses `answer`: a letter, or the text of one of `choices`.
 
     The chosen letter is that in the last `<answer>`, in the last box, behind `answer is`, or alone in the last line.
-    With `choices`, their text counts as their letter.
+    Choices that the text rules out (`not B, but C`; `B is wrong, so C`) are skipped. With `choices`, their text counts
+    as their letter.
     """
     letters = string.ascii_uppercase[: len(choices)] if choices else string.ascii_uppercase
     texts = [normalize(str(choice)) for choice in choices]
@@ -61,6 +81,9 @@ def _stated_letter(text: str, start: int, letters: str, texts: Sequence[str]) ->
     words = normalize(sentence[0]) if sentence else ""
     if words in texts:
         return letters[list(texts).index(words)]
+    if ruled_out := _RULED_OUT.match(text, start):
+        instead = _INSTEAD.match(text, ruled_out.end())
+        return _stated_letter(text, instead.end(), letters, texts) if instead else None
     found = _STATED_LETTER.match(text, start)
     return found[1].upper() if found and found[1].upper() in letters else None
 
@@ -70,10 +93,14 @@ def _letter_of(text: str, letters: str, texts: Sequence[str]) -> str | None:
     words = normalize(text)
     if words in texts:
         return letters[list(texts).index(words)]
+    if ruled_out := _RULED_OUT.match(text):
+        instead = _INSTEAD.match(text, ruled_out.end())
+        return _letter_of(text[instead.end() :], letters, texts) if instead else None
     found = _LETTER.match(text)
     if found is None or found[1].upper() not in letters:
         return None
     rest = normalize(text[found.end() :])
-    # `A` or `(A) its text`, but not `A cat sat`.
+    # `A`, `(A) its text` or `A, not B`, but not `A cat sat`.
     is_choice = not rest or rest in texts or found.group().rstrip()[-1:] in ").]:"
-    return found[1].upper() if is_choice else None
+    is_stressed = "," in found.group() and _RULED_OUT.match(text, found.end())
+    return found[1].upper() if is_choice or is_stressed else None

@@ -33,6 +33,13 @@ CITIES = ["Paris", "The Hague", "Berlin", "A village"]
         ("A cat sat there", None), ("E", None), ("", None), ("\n\n", None), ("Both A and B are right", None),
         ("Because", None), ("B" * 10**7, None), ("\ud800", None), ("The answer isn't A", None),
         ("The correct option is (C).", "C"), ("The answer is Berlin.", "C"), ("So the answer is a village", "D"),
+        ("not B, but C", "C"), ("The answer is not B but (C).", "C"), ("It is not A; the answer is C", "C"),
+        ("B is wrong, so C", "C"), ("the answer B is wrong, so C", "C"), ("The answer isn't A, it's C.", "C"),
+        ("The answer is neither A nor B, but option C", "C"), (r"\boxed{\text{not B, but C}}", "C"), ("C, not B", "C"),
+        ("<answer>B is incorrect. It must be C</answer>", "C"), ("Answer C, since answer B is wrong", "C"),
+        ("The answer cannot be A, so it is C", "C"), ("Answer B is incorrect.", None), ("Not B", None),
+        ("The answer is not a cat, but it is B", None), ("The answer is B. A is wrong.", "B"),
+        ("not A but " * 999, None), ("The answer must be C", "C"), ("the answer is clearly C.", "C"),
         ("The answer is a cat", None), ("正确答案是C。", "C"), ("The answer is B, as Berlin is not it.", "B"),
     ],
 )  # fmt: skip
