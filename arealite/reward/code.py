@@ -6,8 +6,9 @@ Rows have tests in one of three layouts:
                   or `prompt`
     MBPP          `test_list` or `tests` (assertions), `test_setup_code` or `test_setup`
     programs      `test_cases`: a list of {"input": …, "output": …}, or `input_output`: {"inputs": […], "outputs": […]};
-                  the program reads stdin, its stdout is compared without regard to spaces at the end of lines; with
-                  `fn_name` in `input_output`, that function is called instead, or this method of a class `Solution`
+                  the program reads stdin, its stdout is compared without regard to spaces at the end of lines; as in
+                  programming contests it must end in time, and with exit code 0; with `fn_name` in
+                  `input_output`, that function is called instead, or this method of a class `Solution`
 
 Tests that call functions run in a process of their own (`code_runner.py`), which the solution cannot reach.
 """
@@ -57,8 +58,8 @@ class CodeReward:
         entry_point = data.get("entry_point") or ""
         if cases := _test_cases(data):
             code = extract_code(completion)
-            results = [self._run(code, given).stdout for given, _ in cases]
-            passed = sum(_same_lines(stdout, wanted) for stdout, (_, wanted) in zip(results, cases, strict=True))
+            results = [self._run(code, given) for given, _ in cases]
+            passed = sum(_is_right(result, wanted) for result, (_, wanted) in zip(results, cases, strict=True))
             return self._score(passed, len(cases))
         tests, setup, tested = _assertions(data, prompt)
         code = _with_function(extract_code(completion, *(tested or _called(tests)), _CLASS), data)
@@ -88,18 +89,26 @@ code_reward = CodeReward()
 def extract_code(text: str, *names: str) -> str:
     """Return the last fenced block of Python that defines one of `names`, or the last one.
 
-    Without any it is the text itself. A block that is not closed ends with the text: the answer was cut.
+    Fences are three backticks or more; without such a block, tildes. Without any block it is the text itself. A block
+    that is not closed ends with the text: the answer was cut.
     """
+    blocks = _fenced("`", text) or _fenced("~", text)
+    defining = [block for block in blocks if any(_defines(block, name) for name in names)]
+    return (defining or blocks or [text])[-1]
+
+
+def _fenced(sign: str, text: str) -> list[str]:
+    """Return the blocks of Python between fences of one sign."""
     blocks = []
-    parts = text.split("```")
+    parts = re.split(sign + "{3,}", text)
     for before, block in zip(parts[::2], parts[1::2], strict=False):
         language, newline, code = block.partition("\n")
-        if newline and language.strip().lower() in ("", *_LANGUAGES):
+        # Behind the language there may be a title or options.
+        if newline and (language.lower().split() or [""])[0] in ("", *_LANGUAGES):
             # In a list the whole block is indented.
             indent = re.search(r"[ \t]*\Z", before)
             blocks.append(re.sub(rf"^{indent[0]}", "", code, flags=re.M) if indent and indent[0] else code)
-    defining = [block for block in blocks if any(_defines(block, name) for name in names)]
-    return (defining or blocks or [text])[-1]
+    return blocks
 
 
 def _defines(code: str, name: str) -> bool:
@@ -166,9 +175,10 @@ def _with_function(code: str, data: dict[str, Any]) -> str:
     return f"{code}\n\n{name} = {_CLASS}().{name}\n" if name and not _defines(code, name) else code
 
 
-def _same_lines(given: str, wanted: str) -> bool:
-    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (given, wanted)]
-    return lines[0] == lines[1]
+def _is_right(result: Result, wanted: str) -> bool:
+    """Whether a program ended by itself with exit code 0, and printed what is wanted."""
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (result.stdout, wanted)]
+    return result.exit_code == 0 and result.stopped_by is None and lines[0] == lines[1]
 
 
 @lru_cache(maxsize=1)

@@ -27,6 +27,8 @@ _SAMPLES = ([], (), {}, set(), "", b"", range(0))
 _VIEWS = ({}.keys(), {}.values(), {}.items(), reversed([]), (x for x in ()))
 _ITERATORS = {map, filter, zip, enumerate, reversed, *(type(iter(x)) for x in _SAMPLES), *map(type, _VIEWS)}
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+# Kinds of data whose subclasses (named tuples, enumerations of numbers) compare as data of that kind.
+_DATA = (tuple, int, float, str)
 # What tests may ask of an object that stays in the child.
 _OPERATIONS = {
     "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "eq": operator.eq, "lt": operator.lt,
@@ -65,11 +67,14 @@ class Peer:
             return ["type", value.__name__]
         if kind is Handle:
             return ["yours", object.__getattribute__(value, "number")]
+        if kind in _LIKE.values():
+            return self.encode(value.arealite_handle)
         if not self.has_solution and not callable(value):
             raise TypeError(f"a test passes {kind.__name__} to the solution, which is not plain data")
         number = len(self.objects)
         self.objects[number] = value
-        return ["mine", number]
+        base = next((base for base in _DATA if issubclass(kind, base)), None)
+        return ["mine", number] if base is None else ["like", number, self.encode(_plain(base, value))]
 
     def decode(self, value: Any) -> Any:
         if not isinstance(value, list):
@@ -89,6 +94,11 @@ class Peer:
             return self.objects[rest[0]]
         if kind == "mine":
             return Handle(self, rest[0])
+        if kind == "like":
+            plain = self.decode(rest[1])
+            like = _LIKE[type(plain)](plain)
+            like.arealite_handle = Handle(self, rest[0])
+            return like
         makers: dict[str, Any] = {
             "complex": complex,
             "Fraction": fractions.Fraction,
@@ -183,6 +193,25 @@ class Handle:
 
     def __bool__(self) -> bool:
         return self._ask("bool")
+
+
+def _plain(base: Any, value: Any) -> Any:
+    """Return the data in an instance of a subclass, whatever that defines itself."""
+    return tuple(tuple.__iter__(value)) if base is tuple else base.__add__(value, base())
+
+
+def _like(base: Any) -> Any:
+    """Return a class of data whose other attributes are those of an object of the other side."""
+
+    def __getattr__(self: Any, name: str) -> Any:
+        if name == "arealite_handle":
+            raise AttributeError(name)
+        return getattr(self.arealite_handle, name)
+
+    return type(base.__name__, (base,), {"__getattr__": __getattr__})
+
+
+_LIKE = {base: _like(base) for base in _DATA}
 
 
 class Names(dict[str, Any]):

@@ -63,10 +63,25 @@ def test_programs_that_read_and_print():
 
 
 @pytest.mark.parametrize(
+    "end, score",
+    [("exit()", 1.0), ("exit(1)", 0.0), ("raise ValueError", 0.0), ("import os; os.kill(os.getpid(), 9)", 0.0)],
+)
+def test_a_program_that_fails_behind_its_output_is_wrong(end, score):
+    row = dict(test_cases=[{"input": "", "output": "3"}])
+    assert reward(completion=fenced(f"print(3, flush=True)\n{end}"), **row) == score
+
+
+def test_a_program_that_does_not_end_is_wrong():
+    row = dict(test_cases=[{"input": "", "output": "3"}])
+    assert CodeReward(timeout_s=1.0)(completion=fenced("print(3, flush=True)\nwhile True: pass"), **row) == 0.0
+
+
+@pytest.mark.parametrize(
     "code, score",
     [
         ("def pair(a, b): return (a, b)", 1.0),
         ("class Solution:\n    def pair(self, a, b): return [a, b]", 1.0),
+        ("from collections import namedtuple\npair = namedtuple('pair', 'a b')", 1.0),
         ("def pair(a, b): return [b, a]", 0.0),
         ("print(1)", 0.0),
     ],
@@ -79,6 +94,28 @@ def test_functions_of_apps_are_called(code, score):
 def test_the_first_element_of_a_longer_list_is_not_its_result():
     row = {"fn_name": "pair", "inputs": [[1, 2], [3, 4]], "outputs": [[1, 2], [3, 4]]}
     assert code_reward(completion=fenced("def pair(a, b): return a"), input_output=row) == 0.0
+
+
+def test_named_tuples_and_enumerations_compare_as_data():
+    code = """
+import collections, enum, typing
+Point = collections.namedtuple("Point", "x y")
+class Size(typing.NamedTuple):
+    w: int
+    def twice(self): return 2 * self.w
+class Color(enum.IntEnum):
+    RED = 1
+class Liar(tuple):
+    def __eq__(self, other): return True
+    def __iter__(self): return iter((1, 2))
+def points(): return [Point(1, 2), Point(3, 4)]
+def kind(value): return type(value).__name__
+"""
+    tests = ["assert points() == [(1, 2), (3, 4)] and points() != [(1, 2), (3, 5)]",
+             "x, y = points()[0]; assert (x, y, points()[1].x, kind(points()[0])) == (1, 2, 3, 'Point')",
+             "assert Size(3) == (3,) and Size(3).twice() == 6", "assert Color.RED == 1 and Color.RED.name == 'RED'",
+             "assert Liar((5, 6)) != (1, 2) and Liar((5, 6)) == (5, 6)"]  # fmt: skip
+    assert share(completion=fenced(code), tests=tests) == 1.0
 
 
 def test_values_of_all_kinds_arrive_as_they_are():
@@ -213,6 +250,9 @@ def test_where_the_code_is_found():
     assert extract_code("a ```python\nx = 1\n``` b ```py\ny = 2\n``` c") == "y = 2\n"
     assert extract_code("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "f") == "def f(): 1\n"
     assert extract_code("```bash\nls\n```\n```\nz\n```\n") == "z\n"
+    assert extract_code("~~~python\nx = 1\n~~~\n") == extract_code("````py\nx = 1\n````") == "x = 1\n"
+    assert extract_code("```bash\nls\n```\n~~~\nz\n~~~\n") == "z\n"
+    assert extract_code('```python title="a.py"\nx = 1\n```') == "x = 1\n"
     assert extract_code("cut ```python\nx = (") == "x = ("
     assert extract_code("1. So:\n   ```python\n   def f():\n       1\n   ```\n") == "def f():\n    1\n"
     # Tests of MBPP tell the name.
