@@ -137,6 +137,8 @@ def _losses(rank, path, layout, steps):
         pytest.param("llama", "t2", 3, marks=pytest.mark.slow),
         ("gemma", "t2", 3),
         ("apertus", "t2", 3),
+        pytest.param("mixtral", "t2", 3, marks=pytest.mark.slow),
+        ("deepseek_v3", "t2", 3),  # attention is whole on each rank
         # Keys and values of other sizes go round a ring.
         ("deepseek_three_heads", "c2", 3),
     ],
