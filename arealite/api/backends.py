@@ -98,17 +98,7 @@ class Backend(abc.ABC):
 
     def check(self, config: ServerSettings) -> None:
         """Raise `ConfigError` if the configuration asks for something that this kind of server does not have."""
-        strategy = _strategy(config)
-        if strategy.context > 1:
-            raise ConfigError(
-                f"allocation_mode={config.allocation_mode}: servers have data (d), pipeline (p), tensor (t) and expert "
-                "(e) parallelism: leave out c on the generating side"
-            )
-        if strategy.expert not in (1, strategy.tensor):
-            raise ConfigError(
-                f"allocation_mode={config.allocation_mode}: a server distributes experts over its tensor ranks: write "
-                f"t{strategy.expert}e{strategy.expert}, or leave out e"
-            )
+        self.check_layout(config.allocation_mode, _strategy(config))
         if config.weight_update in ("stream", "delta") and self.name != "embedded":
             raise ConfigError(
                 f"rollout.weight_update={config.weight_update} needs embedded servers, which pull their parts of the "
@@ -118,6 +108,19 @@ class Backend(abc.ABC):
             raise ConfigError(
                 f"{self.name}.api_key would be visible on a command line: set server.api_key, which is passed "
                 "privately to every kind of server"
+            )
+
+    def check_layout(self, mode: str, strategy: ParallelStrategy) -> None:
+        """Raise `ConfigError` if this kind of server cannot run in the layout that an allocation mode names."""
+        if strategy.context > 1:
+            raise ConfigError(
+                f"allocation_mode={mode}: servers have data (d), pipeline (p), tensor (t) and expert "
+                "(e) parallelism: leave out c on the generating side"
+            )
+        if strategy.expert not in (1, strategy.tensor):
+            raise ConfigError(
+                f"allocation_mode={mode}: a server distributes experts over its tensor ranks: write "
+                f"t{strategy.expert}e{strategy.expert}, or leave out e"
             )
 
     def options(self, config: ServerSettings) -> dict[str, Any]:
@@ -152,12 +155,11 @@ class Embedded(Backend):
     def env(self, config: ServerSettings) -> dict[str, str]:
         return {API_KEY_ENV: config.server.api_key} if config.server.api_key else {}
 
-    def check(self, config: ServerSettings) -> None:
-        super().check(config)
-        strategy = _strategy(config)
+    def check_layout(self, mode: str, strategy: ParallelStrategy) -> None:
+        super().check_layout(mode, strategy)
         if strategy.pipeline > 1:
             raise ConfigError(
-                f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write "
+                f"allocation_mode={mode}: the embedded server has no pipeline stages; write "
                 f"t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
             )
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,8 @@ def predict(options: Namespace) -> int:
         chosen = _layout(options)
         work = _workload(options)
         found = evaluate(chosen, work, _rollout(options), options.steps, _crashes(options), options.seed)
-        text, problem = describe(found.prediction, found.memory), chosen.batch_problem(work.prompts)
-        text += f"\nnote: {problem}" if problem else ""
+        problems = filter(None, (chosen.batch_problem(work.prompts), chosen.length_problem(work)))
+        text = "\n".join([describe(found.prediction, found.memory), *(f"note: {problem}" for problem in problems)])
         return _show(options, found.prediction, f"{chosen.name} on {chosen.gpu.name}", text)
     setup, title = _measured_setup(options)
     prediction = simulate(setup)
@@ -100,6 +101,13 @@ def _notes(options: Namespace) -> list[str]:
     return [note] if note else []
 
 
+def _length_notes(options: Namespace, swept: Sequence[Namespace]) -> list[str]:
+    """Say for which of several predictions sequences are longer than the model's context."""
+    if options.layout is None:
+        return []
+    return list(dict.fromkeys(filter(None, (_layout(each).length_problem(_workload(each)) for each in swept))))
+
+
 def _search(options: Namespace) -> int:
     if not 2 <= options.gpus <= 4096:
         raise ConfigError(f"--gpus is {options.gpus}; give 2 to 4096: servers and trainers have their own")
@@ -117,6 +125,8 @@ def _search(options: Namespace) -> int:
     eta = _rollout(options).max_head_offpolicyness
     print(f"the best of {options.gpus} x {gpu.name}, {work.prompts} x {work.samples} answers a step, eta {eta}:")
     print(describe_best(best))
+    if problem := best[0].layout.length_problem(work):
+        print(f"note: {problem}")
     print(f"more about one: {command_for(best[0].layout.name, options)}")
     return 0
 
@@ -130,7 +140,7 @@ def _sweep(options: Namespace) -> int:
         raise ConfigError("--sweep predicts one layout: give --layout, --from or --calibrated instead of --gpus")
     if options.page:
         RunDir(options.page).check()
-    predictions = []
+    predictions, swept = [], []
     for value in values:
         name = key.replace("-", "_")
         is_text = name in ("lengths", "reward_s")
@@ -139,10 +149,12 @@ def _sweep(options: Namespace) -> int:
         except ValueError:
             raise ConfigError(f"--sweep {key}: {value!r} is no whole number") from None
         predictions.append(simulate(_setup(changed)))
+        swept.append(changed)
     if options.json:
         print(json.dumps({value: as_json(found) for value, found in zip(values, predictions, strict=True)}))
     else:
-        print("\n".join([describe_sweep(key, values, predictions), *(f"note: {note}" for note in _notes(options))]))
+        notes = [*_notes(options), *_length_notes(options, swept)]
+        print("\n".join([describe_sweep(key, values, predictions), *(f"note: {note}" for note in notes)]))
     if options.page:
         title = options.layout or f"costs of {options.run_dir or options.calibrated}"
         print(f"wrote {save_sweep(Path(options.page), key, values, predictions, title)}")

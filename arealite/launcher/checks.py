@@ -78,6 +78,8 @@ def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
 def _check_tensor(path: str, tensor: int) -> None:
     """Raise if tensor ranks cannot divide the model; what a hub name holds may not be known yet."""
     size = read_model_size(path) if tensor > 1 else None
+    if size is not None and (problem := size.untrainable(tensor)):
+        raise AllocationError(problem)
     if size is not None and (part := size.undivided(tensor)):
         raise AllocationError(
             f"t{tensor} does not divide the model's {part}: use a divisor of it, or t1 and more of d or c"

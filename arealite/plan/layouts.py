@@ -7,6 +7,7 @@ Costs are a roofline times the efficiencies of `hardware`; memory is the estimat
 from dataclasses import dataclass
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
+from arealite.api.backends import BACKENDS
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.api.generation_args import MOST_RUNNING
@@ -70,7 +71,10 @@ class Layout:
         mode = AllocationMode.from_str(text)
         if mode.gen is None or mode.train is None:
             raise ConfigError(f"--layout {text} must name servers and trainers, for example sglang.d6+d2")
+        BACKENDS[mode.gen_backend or "embedded"].check_layout(text, mode.gen)
         check_experts("of this model", model.experts, mode.train)
+        if problem := model.untrainable(mode.train.tensor):
+            raise AllocationError(f"--layout {text}: {problem}")
         layout = cls(mode, model, gpu, max_running, prox_logp)
         if layout.indivisible:
             raise AllocationError(f"--layout {text}: {layout.indivisible}; use a smaller one that does, and more of d")
@@ -110,6 +114,17 @@ class Layout:
         below = prompts // replicas * replicas
         usable = " or ".join(str(size) for size in (below, below + replicas) if size)
         return f"{replicas} replicas cannot share {prompts} prompts: train_dataset.batch_size={usable}"
+
+    def length_problem(self, workload: Workload) -> str:
+        """Say that sequences are longer than the model's context, if they are."""
+        longest, context = round(workload.longest_sequence), self.model.context
+        if longest <= context:
+            return ""
+        return (
+            f"the longest sequence of this workload has {longest:,} tokens, but the model's context ends at "
+            f"{context:,}: servers refuse or cut what is longer. Give shorter --prompt-lengths or --lengths, or fewer "
+            "--turns"
+        )
 
     def memory(self, workload: Workload) -> Memory:
         """Estimate the memory of a server's and of a trainer's device."""

@@ -92,7 +92,7 @@ def search(
     problems: list[tuple[float, str]] = []
     for mode in _modes(num_gpus, backend, model.experts):
         layout = Layout(mode, model, gpu, max_running, prox_logp)
-        if workload.prompts < layout.train.data or layout.indivisible:
+        if workload.prompts < layout.train.data or layout.indivisible or model.untrainable(layout.train.tensor):
             continue
         memory = layout.memory(workload)
         if memory.problem or memory.cache_tokens < workload.longest_sequence:

@@ -13,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ConfigError, WeightUpdateError
+from arealite.api.errors import AllocationError, ConfigError, WeightUpdateError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
+from arealite.utils.memory.model_size import ModelSize
 from tests.engine.engine_testing import SPEC, engine_config
 
 VOCAB, NEW = 120, 12
@@ -112,6 +115,21 @@ def make(name: str, given: dict, folder) -> PreTrainedModel:
                 value.add_(0.2 * torch.randn_like(value))
     model.save_pretrained(folder)
     return model
+
+
+@pytest.mark.parametrize("kind", sorted({name.split("-")[0] for name in FAMILIES} | {"qwen2", "qwen3", "apertus"}))
+def test_launchers_know_which_families_the_trainer_divides_over_tensor_ranks(kind):
+    known = set(inspect.signature(CONFIG_MAPPING[kind].__init__).parameters) | set(CONFIG_MAPPING[kind].attribute_map)
+    config = CONFIG_MAPPING[kind](
+        **{key: value for key, value in SIZES.items() if key in known} | FAMILIES.get(kind, {})
+    )
+    try:
+        check_layout(ParallelStrategy(tensor=2), config, 2)
+        is_divided = True
+    except AllocationError as error:
+        assert "tensor-parallel plan" in str(error) or kind == "gpt_bigcode", error
+        is_divided = False
+    assert (ModelSize.of(config.to_dict()).untrainable(2) == "") == is_divided
 
 
 def prompts() -> list[list[int]]:

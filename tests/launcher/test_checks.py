@@ -70,6 +70,13 @@ def test_a_model_that_can_only_be_served(refused, work, values, key):
     check_layout_of("gemma", ParallelStrategy(), 1)
 
 
+def test_tensor_ranks_of_a_model_that_the_trainer_cannot_divide(refused, work):
+    (work / "oss").mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 64}
+    (work / "oss" / "config.json").write_text(json.dumps({"model_type": "gpt_oss"} | sizes))
+    refused("t2 of the trainers: model type 'gpt_oss' has no", "actor.path=./oss", mode="sglang.d1+d1t2")
+
+
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
 def test_a_logger_that_is_not_installed(refused, name, monkeypatch):
     find = importlib.util.find_spec

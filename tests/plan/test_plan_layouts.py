@@ -166,6 +166,41 @@ def test_layouts_whose_tensor_ranks_cannot_divide_the_model_are_neither_found_no
     assert found and not any(c.layout.indivisible for c in found)
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("embedded.d2c2+d4", "leave out c on the generating side"),
+        ("sglang.d2c2+d4", "leave out c on the generating side"),
+        ("embedded.d4p2+d4", "the embedded server has no pipeline stages; write t2"),
+        ("embedded.d2t4e2+d4", "write t2e2, or leave out e"),
+    ],
+)
+def test_layouts_that_servers_do_not_have_are_not_predicted(layout, message):
+    with pytest.raises(ConfigError, match=message):
+        Layout.parse(layout, find_model("7B"), GPUS["H100"])
+
+
+def test_tensor_ranks_are_not_predicted_for_models_that_the_trainer_cannot_divide():
+    size = ModelSize.of(MIXTURE | {"model_type": "gpt_oss"})
+    with pytest.raises(AllocationError, match="t2 of the trainers: model type 'gpt_oss' has no tensor-parallel plan"):
+        Layout.parse("sglang.d2+d2t2", size, GPUS["H100"])
+    assert Layout.parse("sglang.d1t2+d4", size, GPUS["H100"])
+    found = search(16, size, GPUS["H200"], replace(CONSTANT, prompts=16, samples=2), ROLLOUT, "sglang")
+    assert found and all(c.layout.train.tensor == 1 for c in found)
+
+
+def test_sequences_beyond_the_context_are_noted(tmp_path, capsys):
+    note = "note: the longest sequence of this workload has 1,174 tokens, but the model's context ends at 512: "
+    config = MIXTURE | {"model_type": "qwen3", "num_experts": 0, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [*SMALL[:-2], "--model", str(tmp_path)]
+    for more in (["--layout", "sglang.d2+d2"], ["--gpus", "4"], ["--layout", "sglang.d2+d2", "--sweep", "eta=0,1"]):
+        assert command.main([*arguments, *more]) == 0
+        assert capsys.readouterr().out.count(note) == 1
+    assert command.main([*arguments, "--layout", "sglang.d2+d2", "--prompt-lengths", "100"]) == 0
+    assert "note: the longest" not in capsys.readouterr().out
+
+
 def test_a_layout_names_the_batch_sizes_that_its_replicas_can_share(capsys):
     layout = Layout.parse("sglang.d28+d36", find_model("7B"), GPUS["H100"])
     assert layout.batch_problem(504) == ""

@@ -19,6 +19,10 @@ _WITHOUT_GATE = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "p
 # Families that normalize queries and keys.
 _WITH_HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")
 
+# Tested families that the trainer cannot divide over tensor ranks: transformers has no plan for their layers, or one in
+# styles that the trainer does not have.
+_WITHOUT_TENSOR_RANKS = ("glm4", "gpt2", "gpt_bigcode", "gpt_oss", "olmo2", "olmo3", "opt", "phi3")
+
 # Linear layers of Llama and most others, by their second width besides `hidden`.
 _KEY_LAYERS, _INNER_LAYERS = ("k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 
@@ -45,6 +49,8 @@ class ModelSize:
     chosen_experts: int = 0
     # Whether queries and keys are normalized.
     has_head_norms: bool = False
+    # `model_type` of the decoder; empty for sizes without a config.json.
+    family: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> "ModelSize":
@@ -85,6 +91,7 @@ class ModelSize:
             expert_inner=expert if experts else 0,
             chosen_experts=chosen,
             has_head_norms=str(text.get("model_type")).startswith(_WITH_HEAD_NORMS) or bool(text.get("use_qk_norm")),
+            family=str(text.get("model_type") or ""),
         )
 
     @property
@@ -126,6 +133,15 @@ class ModelSize:
         counts = {"attention heads": self.heads, "intermediate size": 0 if self.experts else self.inner}
         counts |= {} if copies_keys else {"key-value heads": self.kv_heads, "experts": self.experts}
         return next((f"{what} ({count})" for what, count in counts.items() if count % tensor), "")
+
+    def untrainable(self, tensor: int) -> str:
+        """Say why the trainer cannot divide the model over so many tensor ranks; empty if nothing is known."""
+        if tensor == 1 or self.family not in _WITHOUT_TENSOR_RANKS:
+            return ""
+        return (
+            f"t{tensor} of the trainers: model type {self.family!r} has no tensor-parallel plan that the trainer "
+            "supports. Use t1 and give those ranks to d (FSDP shards the weights over them too) or c"
+        )
 
     def with_scalar_head(self) -> "ModelSize":
         """Return the sizes of a critic or reward model: its head has one row, so an untied one is not there."""
