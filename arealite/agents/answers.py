@@ -6,6 +6,7 @@ from arealite.api.io_struct import ModelResponse
 from arealite.protocol.answer import Answer, TokenLogprob, token_text
 from arealite.protocol.chat import ChatRequest
 from arealite.protocol.completions import CompletionRequest
+from arealite.protocol.detokenizer import token_before
 from arealite.protocol.tool_calls import decode_answer, opens_thinking, style_of
 
 
@@ -15,7 +16,9 @@ def make_answers(
     """Return samples as answers: text up to a stop string, tool calls, log-probs if they are wanted."""
     answers = []
     for sample in samples:
-        text, found = _cut(prefix + decode_answer(tokenizer, sample.output_tokens), stop)
+        # A conversation has turns; a completion goes on where its prompt ends.
+        before = None if isinstance(request, ChatRequest) else token_before(tokenizer, sample.input_tokens)
+        text, found = _cut(prefix + decode_answer(tokenizer, sample.output_tokens, before), stop)
         answer = Answer(text, sample.stop_reason, stop_sequence=found)
         if isinstance(request, ChatRequest):
             thinks = opens_thinking(tokenizer, sample.input_tokens)

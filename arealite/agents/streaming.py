@@ -18,7 +18,7 @@ from arealite.protocol.answer import Answer, Event, Stream, Usage, event_bytes
 from arealite.protocol.call_stream import CallPiece, CallSplitter
 from arealite.protocol.chat import ChatRequest
 from arealite.protocol.completions import CompletionRequest
-from arealite.protocol.detokenizer import IncrementalText
+from arealite.protocol.detokenizer import IncrementalText, token_before
 from arealite.protocol.tool_calls import hidden_tokens, opens_thinking, style_of
 
 # A sample, the position of the first token in its answer, tokens, log-probs.
@@ -71,6 +71,8 @@ class LiveStream:
         self._num_held = max(map(len, self.stop), default=1) - 1
         self._with_logprobs = wanted.logprobs is not None and wanted.logprobs is not False
         self._thinks = opens_thinking(tokenizer, prompt)
+        is_chat = isinstance(wanted, ChatRequest)
+        self._token_before = None if is_chat else token_before(tokenizer, prompt)
         self._choices = [self._new_choice() for _ in range(num_choices)]
         # Text that was not sampled; it is sent with the first tokens.
         self._begin = [choice.add(prefix) for choice in self._choices]
@@ -120,7 +122,7 @@ class LiveStream:
         return await self._end([("error" if self.stream.has_named_events else "", error)])
 
     def _new_choice(self) -> _Choice:
-        text = IncrementalText(self.tokenizer, self.stop, False, hidden_tokens(self.tokenizer))
+        text = IncrementalText(self.tokenizer, self.stop, False, hidden_tokens(self.tokenizer), self._token_before)
         splitter = None
         if isinstance(self.wanted, ChatRequest):
             splitter = self.wanted.splitter(style_of(self.tokenizer), self._thinks, self.stream.takes_pieces)

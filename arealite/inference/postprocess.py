@@ -85,7 +85,7 @@ class Postprocessor:
         request = seq.request
         if seq.detokenizer is None and self.tokenizer is not None:
             params = request.params
-            settings = params.skip_special_tokens, request.hidden_tokens
+            settings = params.skip_special_tokens, request.hidden_tokens, request.token_before
             seq.detokenizer = IncrementalText(self.tokenizer, params.stop, *settings)
         text = ""
         if seq.detokenizer is not None and not is_stop:
@@ -131,4 +131,5 @@ class Postprocessor:
         if matched is not None:  # the stop token is not part of the text
             tokens = tokens[:-1]
         request = seq.request
-        return decode(self.tokenizer, tokens, request.params.skip_special_tokens, request.hidden_tokens)
+        settings = request.params.skip_special_tokens, request.hidden_tokens, request.token_before
+        return decode(self.tokenizer, tokens, *settings)

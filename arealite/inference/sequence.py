@@ -210,6 +210,8 @@ class Request:
         self.num_top_logprobs = num_top_logprobs
         # Special tokens that are left out of the text; None: all or none, as the parameters say.
         self.hidden_tokens: frozenset[int] | None = None
+        # What stands before the text when it is decoded; see `detokenizer.token_before`.
+        self.token_before: int | None = None
         self.on_progress = on_progress
         self.images = images
         self.grammar = grammar

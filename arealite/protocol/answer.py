@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import orjson
 
 from arealite.protocol.call_stream import CallPiece
+from arealite.protocol.detokenizer import decode, inner_token
 from arealite.protocol.tool_calls import ToolCall
 
 # The name of a server-sent event (empty: none) and its data.
@@ -34,9 +35,7 @@ def token_text(tokenizer: Any | None, token: int) -> str:
     """Return the text of a token in the middle of a text, with its leading blank."""
     if tokenizer is None:
         return f"token_id:{token}"
-    text = tokenizer.decode([token])
-    is_word = (tokenizer.convert_ids_to_tokens(token) or "").startswith("\u2581")
-    return f" {text}" if is_word and not text.startswith(" ") else text
+    return decode(tokenizer, [token], False, None, inner_token(tokenizer))
 
 
 @dataclass

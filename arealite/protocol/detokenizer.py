@@ -3,6 +3,7 @@
 Used only for requests that stream or have stop strings; all others are decoded once, at their end.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +22,17 @@ class IncrementalText:
 
     Some tokenizers (Llama 2, Gemma) have tokens for single bytes, and one wrong byte makes a whole run of them
     unreadable. Such a run is searched for stop strings at once, but returned only when it has ended.
+
+    `before` is the token of `token_before`.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: list[str], skip_special_tokens: bool, hidden: frozenset[int] | None = None
+        self,
+        tokenizer: Any,
+        stop: list[str],
+        skip_special_tokens: bool,
+        hidden: frozenset[int] | None = None,
+        before: int | None = None,
     ):
         self.tokenizer = tokenizer
         self.stop = stop
@@ -32,9 +40,9 @@ class IncrementalText:
         self.hidden = hidden
         self.text = ""
         self.matched: str | None = None
-        self._ids: list[int] = []
+        self._ids: list[int] = [] if before is None else [before]
         self._start = 0  # first token of the window that is decoded again
-        self._read = 0  # tokens whose text is in `text`
+        self._read = len(self._ids)  # tokens whose text is in `text`
         self._closed = 0  # characters of `text` that are final: all but those of a run of bytes
         self._num_returned = 0  # characters that `add` has returned
         self._bytes = _byte_tokens(tokenizer, skip_special_tokens)
@@ -90,11 +98,42 @@ class IncrementalText:
         return decode(self.tokenizer, ids, self.skip_special_tokens, self.hidden)
 
 
-def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool, hidden: frozenset[int] | None) -> str:
+def decode(
+    tokenizer: Any, ids: list[int], skip_special_tokens: bool, hidden: frozenset[int] | None, before: int | None = None
+) -> str:
     """Decode tokens; `hidden` are the tokens to leave out where not all or no special tokens are."""
+    if before is not None:
+        whole = decode(tokenizer, [before, *ids], skip_special_tokens, hidden)
+        return whole[len(tokenizer.decode([before])) :]
     if hidden is None:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+
+
+def token_before(tokenizer: Any | None, prompt: Sequence[int]) -> int | None:
+    """Return a token to decode before the continuation of a text; None if it makes no difference.
+
+    Some tokenizers (Llama 2) drop the blank before the first word that they decode. At the beginning of a text it is
+    none of the text's, but behind a prompt it is.
+    """
+    if tokenizer is None or not prompt or prompt[-1] in tokenizer.all_special_ids:
+        return None
+    return inner_token(tokenizer)
+
+
+@lru_cache(8)
+def inner_token(tokenizer: Any) -> int | None:
+    """Return an ordinary token before which no blank is dropped; None if the tokenizer drops none."""
+    candidates = ["a", "e", "s", "1", "."], ["\u2581", "\u2581a", "\u2581the", "\u25811"]
+    known = [[i for i in tokenizer.convert_tokens_to_ids(names) if i not in (None, tokenizer.unk_token_id)]
+             for names in candidates]  # fmt: skip
+    if not all(known):
+        return None
+    letter, word = known[0][0], known[1][0]
+    is_dropped = tokenizer.decode([letter, word, letter]) != tokenizer.decode([letter]) + tokenizer.decode(
+        [word, letter]
+    )
+    return letter if is_dropped else None
 
 
 @lru_cache(8)

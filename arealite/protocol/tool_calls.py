@@ -23,6 +23,7 @@ from arealite.protocol.call_formats import (
     scan_mistral,
     scan_tags,
 )
+from arealite.protocol.detokenizer import decode
 
 __all__ = [
     "END_THINK",
@@ -105,14 +106,14 @@ def forced_prefix(style: str, name: str | None = None) -> str:
     return f'{head}{{"name":' + (f' {json.dumps(name)}, "{key}":' if name else "")
 
 
-def decode_answer(tokenizer: Any, token_ids: Iterable[int]) -> str:
+def decode_answer(tokenizer: Any, token_ids: Iterable[int], before: int | None = None) -> str:
     """Decode sampled tokens without special tokens, but with the markers of tool calls.
 
     Some vocabularies have the markers as special tokens (`<|python_tag|>`, `[TOOL_CALLS]`): decoding with
     `skip_special_tokens=True` would remove them, and the call would read as plain text.
+    `before` is the token of `detokenizer.token_before`.
     """
-    hidden = hidden_tokens(tokenizer)
-    return tokenizer.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
+    return decode(tokenizer, list(token_ids), False, hidden_tokens(tokenizer), before)
 
 
 @lru_cache(8)

@@ -25,6 +25,7 @@ from arealite.protocol import completions as text_completions
 from arealite.protocol.answer import Answer, Event, Head, Stream, TokenLogprob, Usage, event_bytes, to_json, token_text
 from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.chat_apis import ApiRequest
+from arealite.protocol.detokenizer import token_before
 from arealite.protocol.tool_calls import ToolCall, hidden_tokens, opens_thinking, style_of
 
 
@@ -49,7 +50,6 @@ class Wanted:
     token_ids: bool
     conversation: chat.ChatRequest | None = None  # None: a text completion
     prefix: str = ""  # text before every answer that was not sampled
-    echo: bool = False  # the prefix is the prompt
     thinks: bool = False  # the prompt ends with <think>
 
 
@@ -96,20 +96,23 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     generations = [Request(ids, params, **want, grammar=grammar) for ids in prompts]
     for generation in generations:
         engine.check(generation)  # before any of them is submitted
-    wanted = Wanted(request.logprobs is not None, request.return_token_ids, echo=request.echo)
+        generation.token_before = token_before(engine.tokenizer, generation.prompt.tolist())
+    prefixes = _echoes(engine, request.prompt, prompts) if request.echo else [""] * len(prompts)
+    views = [Wanted(request.logprobs is not None, request.return_token_ids, prefix=prefix) for prefix in prefixes]
     head = _head(engine, generations[0])
     if request.stream:
         if len(generations) > 1:
             raise RequestError("stream takes one prompt")
         stream = text_completions.CompletionStream(head, request)
-        return await common.event_stream(http_request, _stream(engine, generations[0], wanted, stream))
+        return await common.event_stream(http_request, _stream(engine, generations[0], views[0], stream))
     tasks = [asyncio.create_task(common.finish(http_request.app, generation)) for generation in generations]
     try:
         groups = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()  # if one has failed, abort the others
-    answers = [a for g, outputs in zip(generations, groups, strict=True) for a in _answers(engine, g, outputs, wanted)]
+    parts = zip(generations, groups, views, strict=True)
+    answers = [answer for part in parts for answer in _answers(engine, *part)]
     return _respond(text_completions.result(head, answers, _usage(generations, groups)))
 
 
@@ -142,20 +145,20 @@ def _usage(generations: list[Request], groups: list[list[SampleOutput]]) -> Usag
     )
 
 
-def _prefix(engine: Engine, generation: Request, wanted: Wanted) -> str:
-    """Text that stands before what was sampled."""
-    if not wanted.echo:
-        return wanted.prefix
+def _echoes(engine: Engine, prompt: Any, prompts: list[list[int]]) -> list[str]:
+    """Return the text of each prompt: what the client has sent, or the decoded tokens."""
     if engine.tokenizer is None:
         raise RequestError("echo needs a tokenizer, and the model has none")
-    return engine.tokenizer.decode(generation.prompt.tolist())
+    given = [prompt] if len(prompts) == 1 and (isinstance(prompt, str) or type(prompt[0]) is int) else prompt
+    pairs = zip(given, prompts, strict=True)
+    return [text if isinstance(text, str) else engine.tokenizer.decode(ids) for text, ids in pairs]
 
 
 def _answers(engine: Engine, generation: Request, outputs: list[SampleOutput], wanted: Wanted) -> list[Answer]:
-    prefix, answers = _prefix(engine, generation, wanted), []
+    answers = []
     for output in outputs:
         answer = _rest(generation, output, wanted)
-        answer.text = prefix + (output.text or "")
+        answer.text = wanted.prefix + (output.text or "")
         if wanted.conversation is not None:
             style = style_of(engine.tokenizer)
             answer.text, answer.calls = wanted.conversation.split(answer.text, style, wanted.thinks)
@@ -186,7 +189,7 @@ def _logprob(engine: Engine, token: int, logprob: float, top: list[tuple[int, fl
 
 async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: Stream) -> AsyncGenerator[bytes, None]:
     """Yield events while the answers are generated."""
-    prefix = _prefix(engine, generation, wanted)
+    prefix = wanted.prefix
     parts = [_Part(engine, wanted, stream.takes_pieces) for _ in range(generation.params.n)]
     has_begun = False
     async for event in common.progress(engine, generation):
