@@ -114,12 +114,16 @@ class Process:
 
 @dataclass
 class Finding:
-    """A cause: what it is, by what it is seen, what to do. `kind` is a fixed word for programs."""
+    """A cause: what it is, by what it is seen, what to do. `kind` is a fixed word for programs.
+
+    `blames` names the processes at fault, where single ones are.
+    """
 
     kind: str
     verdict: str
     evidence: list[str]
     remedy: str
+    blames: tuple[str, ...] = ()
 
 
 @dataclass

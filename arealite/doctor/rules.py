@@ -6,6 +6,7 @@ from arealite.doctor import rules_ends as ends
 from arealite.doctor import rules_processes as processes
 from arealite.doctor import rules_waits as waits
 from arealite.doctor.case import Case, Finding
+from arealite.doctor.causes import each_cause_once
 
 RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     processes.full_disk,
@@ -40,6 +41,7 @@ def diagnose(case: Case) -> list[Finding]:
     found = [finding for rule in RULES for finding in rule(case)]
     # A killed worker is replaced: it is rarely why a run hangs.
     found.sort(key=lambda finding: finding.kind == "worker_dead")
+    found = each_cause_once(case, found)
     running = [process for process in case.processes if process.is_running and process.role != "job"]
     if not running:
         end = ends.over(case)

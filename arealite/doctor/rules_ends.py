@@ -86,7 +86,7 @@ def dead(case: Case) -> Iterator[Finding]:
             evidence = [f"process {process.pid}{process.where} is gone; its last status is {process.age_s:.0f} s old"]
             evidence += [f"its log ends with: {line}" for line in case.logs.get(process.name, "").splitlines()[-2:]]
             evidence += _kills(case) if process.exit_code in (None, -9) else []
-            yield Finding(kind, f"{process.name}{process.where} {how}", evidence, _REMEDIES[kind])
+            yield Finding(kind, f"{process.name}{process.where} {how}", evidence, _REMEDIES[kind], (process.name,))
 
 
 def lost_machines(case: Case) -> Iterator[Finding]:
@@ -109,12 +109,12 @@ def lost_machines(case: Case) -> Iterator[Finding]:
         verdict = f"no process on {host} writes its status any more: that machine is down, or lost the shared folder"
         remedy = f"look at {host} (ping, `sinfo`, `ray status`). A lost trainer needs a new start with "
         remedy += "recover.mode=auto; lost servers are replaced by the launcher"
-        yield Finding("machine_lost", verdict, evidence, remedy)
+        yield Finding("machine_lost", verdict, evidence, remedy, tuple(p.name for p in hosts[host]))
     for process in (p for host, found in hosts.items() if not silent[host] for p in found if p.is_silent):
         evidence = [f"its file is {process.age_s:.0f} s old, others on {process.host} are newer"]
         verdict = f"{process.name} on {process.host} does not write its status any more: it was killed, or hangs"
         remedy = f"run `arealite doctor {case.run_dir}` on {process.host}: there it can see process {process.pid}"
-        yield Finding("process_silent", verdict, evidence, remedy)
+        yield Finding("process_silent", verdict, evidence, remedy, (process.name,))
 
 
 def _error(case: Case, process: Process) -> str:

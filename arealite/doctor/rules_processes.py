@@ -61,7 +61,8 @@ def stopped(case: Case) -> Iterator[Finding]:
             what = "the launcher" if process.role == "launcher" else process.name
             evidence = [f"process {process.pid} is in state {process.proc.state}", *_waited_for(case, process)]
             verdict = f"{what} is stopped (Ctrl+Z, SIGSTOP or a debugger): it does nothing until it is continued"
-            yield Finding(kind, verdict, evidence, f"continue it: kill -CONT {process.pid} (or `fg` in its terminal)")
+            remedy = f"continue it: kill -CONT {process.pid} (or `fg` in its terminal)"
+            yield Finding(kind, verdict, evidence, remedy, (process.name,))
 
 
 def gil_held(case: Case) -> Iterator[Finding]:
@@ -79,11 +80,12 @@ def gil_held(case: Case) -> Iterator[Finding]:
         ]
         if process.proc.state == "D":
             verdict = f"{process.name} waits in the kernel for a disk, a file server or a GPU driver"
-            yield Finding("io_blocked", verdict, evidence, "see `dmesg` and the mounts of that machine")
+            remedy = "see `dmesg` and the mounts of that machine"
+            yield Finding("io_blocked", verdict, evidence, remedy, (process.name,))
         else:
             verdict = f"{process.name} hangs in code that keeps the interpreter lock (GIL): all of its threads wait"
             remedy = "move that code to a plain reward function (it runs in a process of its own), or bound its input"
-            yield Finding("gil_held", verdict, evidence, remedy)
+            yield Finding("gil_held", verdict, evidence, remedy, (process.name,))
 
 
 def loop_blocked(case: Case) -> Iterator[Finding]:
@@ -97,7 +99,7 @@ def loop_blocked(case: Case) -> Iterator[Finding]:
                     f"code that does not await blocks the event loop of {process.name}: no episode or request goes on"
                 )
                 remedy = "use `await`, asyncio.to_thread, or a plain reward function; not time.sleep or requests"
-                yield Finding("loop_blocked", verdict, evidence, remedy)
+                yield Finding("loop_blocked", verdict, evidence, remedy, (process.name,))
 
 
 def status_lag(case: Case) -> Iterator[Finding]:
@@ -141,7 +143,7 @@ def long_step(case: Case) -> Iterator[Finding]:
         verdict = f"{rank.name}{rank.where} has been in step {step} for {age_s:.0f} s{before}"
         remedy = "look at the lines above and its stack: the training loop, or what it calls, does not go on. A long "
         remedy += "checkpoint or a new size of batches ends by itself"
-        yield Finding("step_long", verdict, evidence, remedy)
+        yield Finding("step_long", verdict, evidence, remedy, (rank.name,))
 
 
 def main_place(process: Process) -> list[str]:

@@ -50,13 +50,15 @@ def _collective(case: Case, engine: str, kind: str) -> Finding:
         verdict = "ranks wait in different collective operations, each for the others: a deadlock"
         remedy = "all ranks must make the same calls in the same order: look for a branch that depends on the rank or "
         remedy += "on its data, where the stacks differ"
-        return Finding("collective_deadlock", verdict, evidence, remedy)
+        return Finding("collective_deadlock", verdict, evidence, remedy, tuple(rank.name for rank in ranks))
     if missing:
         who = ", ".join(f"{rank.name}{rank.where}" for rank in missing)
         verdict = f"ranks wait in {names.pop()} for {who}, which does not come: a deadlock if it waits for them"
-        return Finding("collective_deadlock", verdict, evidence, f"see what {who} does (its stack is below)")
+        remedy = f"see what {who} does (its stack is below)"
+        return Finding("collective_deadlock", verdict, evidence, remedy, tuple(rank.name for rank in missing))
     verdict = f"all ranks are in {names.pop()}, and it does not end: the network between them, or NCCL, hangs"
-    return Finding("collective_stuck", verdict, evidence, "check the network (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)")
+    remedy = "check the network (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)"
+    return Finding("collective_stuck", verdict, evidence, remedy, tuple(rank.name for rank in ranks))
 
 
 def cycles(case: Case) -> Iterator[Finding]:
@@ -65,7 +67,8 @@ def cycles(case: Case) -> Iterator[Finding]:
     if cycle:
         evidence = [f"{e.waiter} waits for {e.target}: {e.wait.get('what')} ({e.wait['age_s']:.0f} s)" for e in cycle]
         names = " → ".join([*(edge.waiter for edge in cycle), cycle[0].waiter])
-        yield Finding("cycle", f"processes wait for each other: {names}", evidence, "stop the run; report the cycle")
+        verdict, remedy = f"processes wait for each other: {names}", "stop the run; report the cycle"
+        yield Finding("cycle", verdict, evidence, remedy, tuple(edge.waiter for edge in cycle))
 
 
 def network(case: Case) -> Iterator[Finding]:
@@ -82,10 +85,10 @@ def network(case: Case) -> Iterator[Finding]:
                 evidence.append(f"{server.name} lives: its event loop answers, {_requests(server)} requests run")
                 verdict = f"the network to {server.name} ({address}) is dead: the server lives, no answer comes through"
                 remedy = "check firewall, proxy variables (no_proxy), routes and the server's address (server.host)"
-                yield Finding("network_dead", verdict, evidence, remedy)
+                yield Finding("network_dead", verdict, evidence, remedy, (server.name,))
             else:
                 verdict = f"the server at {address} does not answer: it has died, or the network to it"
-                yield Finding("server_unreachable", verdict, evidence, "see its log and its machine")
+                yield Finding("server_unreachable", verdict, evidence, "see its log and its machine", (address,))
             return
 
 
@@ -109,7 +112,8 @@ def weight_update(case: Case) -> Iterator[Finding]:
         verdict = f"a weight update hangs: {who} {wait.get('what')}"
         remedy = "see that process's log and stack; the disk or /dev/shm between trainer and server; "
         remedy += "rollout.weight_update=disk is the simplest way, rollout.setup_timeout_s the deadline"
-        yield Finding("weight_update_stuck", verdict, evidence, remedy)
+        blamed = server_name(case, address) if address else process.name
+        yield Finding("weight_update_stuck", verdict, evidence, remedy, (blamed,))
         return
 
 
@@ -163,7 +167,8 @@ def slow_server(case: Case) -> Iterator[Finding]:
         if server.part("engine").get("step_s") and step_s >= case.patience_s:
             evidence = [f"its present step has taken {step_s:.0f} s", *(f"in {line}" for line in top_lines(server)[:2])]
             verdict = f"the engine of {server.name} hangs in a step"
-            yield Finding("server_stuck", verdict, evidence, "restart it: the trainer continues its requests elsewhere")
+            remedy = "restart it: the trainer continues its requests elsewhere"
+            yield Finding("server_stuck", verdict, evidence, remedy, (server.name,))
     rates = {}
     for server in servers:
         running = server.part("engine").get("running") or 0
@@ -176,13 +181,14 @@ def slow_server(case: Case) -> Iterator[Finding]:
             verdict = f"{name} is {usual / max(rate, 1e-3):.0f} times slower than the other servers"
             remedy = "look at its GPU (clock, temperature, another process) or its cores (OMP_NUM_THREADS); restart it "
             remedy += "elsewhere: its requests continue on other servers"
-            yield Finding("server_slow", verdict, evidence, remedy)
+            yield Finding("server_slow", verdict, evidence, remedy, (name,))
     for entry in case.collector.parts("servers") if case.collector else ():
         if entry.get("slow"):
             verdict = f"{server_name(case, entry['address'])} is much slower than the other servers"
             remedy = "look at its network (a saturated or broken link) and at its machine; or stop it: its requests "
             remedy += "continue on other servers"
-            yield Finding("server_slow", verdict, [f"{entry['address']}: {entry['slow']}"], remedy)
+            evidence = [f"{entry['address']}: {entry['slow']}"]
+            yield Finding("server_slow", verdict, evidence, remedy, (server_name(case, entry["address"]),))
 
 
 def stuck_data(case: Case) -> Iterator[Finding]:
@@ -191,7 +197,8 @@ def stuck_data(case: Case) -> Iterator[Finding]:
         evidence += main_place(process)
         verdict = "the dataloader does not return the next rows: no new episode starts"
         remedy = "look at the line above: a file server, a hub or a lock of your own dataset. Copy the data to a local "
-        yield Finding("data_stuck", verdict, evidence, f"{remedy}file, or give what it waits for a timeout")
+        remedy += "file, or give what it waits for a timeout"
+        yield Finding("data_stuck", verdict, evidence, remedy, (process.name,))
         return
 
 
@@ -212,7 +219,8 @@ def stuck_parts(case: Case) -> Iterator[Finding]:
         workers = [p for p in case.processes if p.role == "job" and p.proc]
         evidence += [f"worker process {p.pid} is in {line}" for p in workers for line in top_lines(p)[:1]][:3]
         verdict = f"{name} does not return: the episodes that called it wait"
-        yield Finding(f"{'tool' if kind == 'environment' else kind}_stuck", verdict, evidence, remedies[kind])
+        name = f"{'tool' if kind == 'environment' else kind}_stuck"
+        yield Finding(name, verdict, evidence, remedies[kind], (process.name,))
         return
 
 
@@ -285,7 +293,7 @@ def stuck_agent(case: Case) -> Iterator[Finding]:
             remedy = (
                 "look at the line above: give what it awaits a timeout; rollout.episode_timeout_s is the last resort"
             )
-            yield Finding("agent_stuck", verdict, evidence, remedy)
+            yield Finding("agent_stuck", verdict, evidence, remedy, (process.name,))
 
 
 def _server_waits(case: Case) -> Iterator[tuple[Process, dict[str, Any]]]:

@@ -122,6 +122,50 @@ def test_verdict(kind):
     assert findings[0].verdict in render(case, findings)
 
 
+def in_barrier(name):
+    return process(name, waits=[wait("collective", "barrier #3", ["ranks"])])
+
+
+def loads():
+    return process("rank0", waits=[wait("load", "version 3", [ADDRESS])])
+
+
+ONE_CAUSE = {
+    "a rank that is stopped": ("process_stopped", [in_barrier("rank0"), process("rank1", state="T")]),
+    "one that is stopped in the barrier": ("process_stopped", [in_barrier("rank0"), in_barrier("rank1")]),
+    "a rank that is dead": ("rank_dead", [in_barrier("rank0"), process("rank1", state=None)]),
+    "a rank whose loop is blocked": ("loop_blocked", [in_barrier("rank0"), process("rank1", loops={"rollout": 80.0})]),
+    "a rank that waits for a reward": ("reward_stuck", [episodes(wait("reward", "mine")), in_barrier("rank1")]),
+    "ranks in different operations": ("collective_deadlock", CASES["collective_deadlock"]),
+    "a server that is dead": ("server_dead", [loads(), server(state=None)]),
+    "and a rank that waits for another one": ("server_dead", [loads(), in_barrier("rank1"), server(state=None)]),
+    "an engine that hangs in a step": ("weight_update_stuck", [loads(), server(step_s=90.0)]),
+    "a server that holds the GIL": ("gil_held", [loads(), silent(server(state="R", step_s=90.0))]),
+}
+
+
+@pytest.mark.parametrize("name", ONE_CAUSE)
+def test_what_follows_from_a_cause_is_no_finding_of_its_own(name):
+    kind, processes = ONE_CAUSE[name]
+    if name == "one that is stopped in the barrier":
+        processes[1].proc = Proc("T")
+    (found,) = diagnose(Case(Path("/run"), 60.0, processes))
+    assert found.kind == kind and sum("from this follows: " in line for line in found.evidence) >= 1
+
+
+def test_causes_of_their_own_are_findings_of_their_own():
+    dead = [in_barrier("rank0"), process("rank1", state=None), process("node0", "launcher", "T")]
+    case = Case(Path("/run"), 60.0, dead)
+    assert [found.kind for found in diagnose(case)] == ["launcher_stopped", "rank_dead"]
+    # The reward does not wait for the dead server.
+    case = Case(Path("/run"), 60.0, [episodes(wait("reward", "mine")), server(state=None)])
+    assert [found.kind for found in diagnose(case)] == ["server_dead", "reward_stuck"]
+    full = late(process("rank0"))
+    full.status["problem"] = "OSError: No space left on device"
+    case = Case(Path("/run"), 60.0, [full], probe_error="No space left on device")
+    assert [found.kind for found in diagnose(case)] == ["disk_full"]
+
+
 def test_network_disk_and_memory():
     lost = episodes(wait("generate", "", [ADDRESS]))
     case = Case(Path("/run"), 60.0, [lost, server()], health={ADDRESS: "timed out"})
