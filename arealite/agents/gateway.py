@@ -328,8 +328,6 @@ class Gateway:
             live.check(answers)
             await self._record(call, samples, answers)
             return await live.finish(answers, _usage(call, samples))
-        except ConnectionResetError:
-            raise
         except (Exception, asyncio.CancelledError) as error:
             is_gone = isinstance(error, asyncio.CancelledError) and found.id in self.sessions
             if is_gone or not live.has_begun:
@@ -337,7 +335,7 @@ class Gateway:
             if isinstance(error, asyncio.CancelledError):
                 cast(asyncio.Task[Any], asyncio.current_task()).uncancel()
                 error = web.HTTPGone(reason=_ENDED)
-            return await live.fail(_describe(request, error)[1])
+            return await live.fail(error, partial(_describe, request))
 
     async def _record(self, call: "_Call", samples: list[ModelResponse], answers: list[Answer]) -> dict[str, Any]:
         """Add samples to the session; returns the body of a response."""

@@ -6,7 +6,8 @@ answers. Engines that tell nothing before the end are streamed all at once.
 """
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,11 +79,19 @@ class LiveStream:
         self._begin = [choice.add(prefix) for choice in self._choices]
         self._news: asyncio.Queue[_News | None] = asyncio.Queue()
         self._response: web.StreamResponse | None = None
+        # Whether the last event was written.
+        self._has_ended = False
 
     @property
     def has_begun(self) -> bool:
         """Whether the status was sent, so that an error can only be an event."""
         return self._response is not None
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """The response that has begun."""
+        assert self._response is not None
+        return self._response
 
     def tell(self, sample: int, at: int, tokens: list[int], logprobs: list[float]) -> None:
         """Take tokens from the engine."""
@@ -90,7 +99,7 @@ class LiveStream:
 
     async def follow(self, generation: asyncio.Task[Any]) -> Any:
         """Send what arrives until the generation ends; returns its result. It ends with this call."""
-        generation.add_done_callback(lambda _: self._news.put_nowait(None))
+        generation.add_done_callback(self._end_news)
         try:
             while (news := await self._news.get()) is not None:
                 events = self._read(*news)
@@ -99,6 +108,12 @@ class LiveStream:
             return generation.result()
         finally:
             generation.cancel()
+
+    def _end_news(self, generation: asyncio.Task[Any]) -> None:
+        self._news.put_nowait(None)
+        if not generation.cancelled():
+            # Nobody may ask for the error later, if the client has gone: asyncio would log that.
+            generation.exception()
 
     def check(self, answers: list[Answer]) -> None:
         """Raise `ServerError` if an answer is not what was sent: its server died, and another began anew."""
@@ -117,9 +132,16 @@ class LiveStream:
             events += self._call_events(index) + self.stream.finish(index, rest)
         return await self._end(events + self.stream.close(usage))
 
-    async def fail(self, error: dict[str, Any]) -> web.StreamResponse:
-        """End a stream that has begun with an error."""
-        return await self._end([("error" if self.stream.has_named_events else "", error)])
+    async def fail(
+        self, error: Exception, describe: Callable[[Exception], tuple[int, dict[str, Any]]]
+    ) -> web.StreamResponse:
+        """End a stream that has begun with an error, if it has not ended; `describe` returns status and body."""
+        # Nobody is told that the client has gone: aiohttp would log that error with a traceback. If the error has
+        # cancelled a write to a slow client, aiohttp cancels the next ones too, after it has taken their data.
+        with contextlib.suppress(ConnectionResetError, asyncio.CancelledError):
+            if not (isinstance(error, ConnectionResetError) or self._has_ended):
+                await self._end([("error" if self.stream.has_named_events else "", describe(error)[1])])
+        return self.response
 
     def _new_choice(self) -> _Choice:
         text = IncrementalText(self.tokenizer, self.stop, False, hidden_tokens(self.tokenizer), self._token_before)
@@ -144,21 +166,20 @@ class LiveStream:
         pieces = self._choices[sample].take_calls()
         return [event for piece in pieces for event in self.stream.add_call(sample, piece)]
 
-    async def _send(self, events: list[Event]) -> None:
+    async def _send(self, events: list[Event], end: bytes = b"") -> None:
         if self._response is None:
             headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-            self._response = web.StreamResponse(headers=headers)
-            await self._response.prepare(self.http)
+            response = web.StreamResponse(headers=headers)
+            await response.prepare(self.http)
+            self._response = response
             begin = self.stream.begin(len(self._choices))
             for index, text in enumerate(self._begin):
                 begin += self.stream.add(index, text)
             events = begin + events
-        await self._response.write(b"".join(map(event_bytes, events)))
+        await self._response.write(b"".join([*map(event_bytes, events), end]))
 
     async def _end(self, events: list[Event]) -> web.StreamResponse:
-        await self._send(events)
-        assert self._response is not None
-        if not self.stream.has_named_events:
-            await self._response.write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
-        return self._response
+        """Write the last events; aiohttp ends the body."""
+        self._has_ended = True
+        await self._send(events, b"" if self.stream.has_named_events else b"data: [DONE]\n\n")
+        return self.response

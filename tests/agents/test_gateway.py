@@ -1,7 +1,10 @@
 """The gateway over HTTP, with the official client: all APIs, exact tokens, tokens of sessions, limits, bad input."""
 
 import asyncio
+import gc
 import json
+import logging
+import socket
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,6 +13,7 @@ from functools import partial
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from arealite.agents.export import to_batch
 from arealite.agents.gateway import Gateway, SessionLimits
@@ -567,3 +571,66 @@ def test_ten_megabytes_of_text_of_the_model(start, piece, end):
         assert next(iter(found.session.replies.values())).tokens == tokens
 
     run(scenario())
+
+
+def errors_in(caplog):
+    return [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("error", [None, ServerError("all servers are gone")])
+def test_a_client_that_goes_away_while_an_event_is_written_leaves_no_traceback(caplog, monkeypatch, error):
+    async def scenario():
+        unheard, write = [], web.StreamResponse.write
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+        async with serving(["the answer"]) as (gateway, engine, found):
+            engine.gate, engine.error = asyncio.Event(), error
+
+            async def write_to_nobody(response, data):
+                # The event loop does not know yet that the connection is lost. The engine ends at the same time.
+                for transport in gateway.connections._open:
+                    transport.abort()
+                engine.gate.set()
+                await write(response, data)
+
+            monkeypatch.setattr(web.StreamResponse, "write", write_to_nobody)
+            with pytest.raises((aiohttp.ClientError, ConnectionError)):
+                async with streaming(found, "chat/completions") as events:
+                    _ = [event async for event in events]
+            async with asyncio.timeout(10):
+                while found.running:
+                    await asyncio.sleep(0.01)
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not unheard
+
+    run(scenario())
+    assert not errors_in(caplog)
+
+
+def test_a_session_that_ends_while_a_slow_client_reads_the_last_events_of_an_answer(caplog):
+    async def scenario():
+        text = "word " * 30_000
+        async with serving([text], limits=SessionLimits()) as (gateway, engine, _):
+            engine.tells = False
+            found = gateway.open_session(replace(GCONFIG, max_new_tokens=100_000))
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", gateway.port))
+            reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 12)
+            body = json.dumps({"stream": True, **BODIES["chat/completions"]})
+            path = found.base_url.partition(f":{gateway.port}")[2]
+            head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {found.token}"
+            head += f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(f"{head}{body}".encode())
+            async with asyncio.timeout(30):
+                assert b"200 OK" in await reader.readline()
+                (task,) = found.running
+                gateway.close_session(found.id)
+                received = await reader.read()
+            assert task.done() and received.endswith(b"\r\n0\r\n\r\n") and b"HTTP/1.1" not in received
+            events = [line for line in received.split(b"\n") if line.startswith(b"data: ")]
+            assert b"[DONE]" in events[-1] and received.count(b"[DONE]") == 1 and b'"error"' not in received
+            writer.close()
+
+    run(scenario())
+    assert not errors_in(caplog)
