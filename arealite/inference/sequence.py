@@ -105,7 +105,7 @@ class SamplingParams:
         if self.min_new_tokens:
             forbidden |= {*eos_ids, *self.stop_token_ids}
         if len(forbidden) >= vocab_size:
-            raise RequestError("logit_bias and min_new_tokens forbid every token: allow at least one")
+            raise RequestError("logit_bias and the smallest number of tokens forbid every token: allow at least one")
         if len(self.stop) > MAX_STOPS:
             raise RequestError(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}")
         if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in self.stop):

@@ -36,7 +36,7 @@ def parse(body: dict[str, Any]) -> CompletionRequest:
         raise FieldError("logprobs", f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {logprobs}")
     request = CompletionRequest(
         prompt=fields.get("prompt"),
-        sampling={"max_new_tokens": _DEFAULT_MAX_TOKENS, **fields.sampling("max_tokens")},
+        sampling=fields.sampling("max_tokens", usual_max=_DEFAULT_MAX_TOKENS),
         logprobs=logprobs,
         echo=fields.flag("echo"),
         stream=fields.flag("stream"),

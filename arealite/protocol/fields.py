@@ -28,6 +28,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "ignore_eos": (bool, "ignore_eos"),
     "skip_special_tokens": (bool, "skip_special_tokens"),
 }
+_MAX_TOKENS = 2**31 - 1
 _WORDS = {
     float: "a number",
     int: "an integer",
@@ -81,15 +82,18 @@ class Fields:
             if value is not None and name not in self._known:
                 raise FieldError(name, f"unknown or unsupported field {name!r:.100}")
 
-    def sampling(self, *max_tokens: str, stop: str = "stop") -> dict[str, Any]:
+    def sampling(self, *max_tokens: str, stop: str = "stop", usual_max: int | None = None) -> dict[str, Any]:
         """Return the sampling fields that are given, with the engine's names."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {} if usual_max is None else {"max_new_tokens": usual_max}
         for name, (kind, own) in _SAMPLING.items():
             if (value := self.get(name, kind)) is not None:
                 found[own] = value
         for name in max_tokens:
             if (value := self.get(name, int)) is not None:
-                found["max_new_tokens"] = value
+                found["max_new_tokens"] = _in_range(name, value, 1, _MAX_TOKENS)
+        # Checked here, where the names are those of the request.
+        _in_range("min_tokens", found.get("min_new_tokens", 0), 0, found.get("max_new_tokens", _MAX_TOKENS))
+        _in_range("seed", found.get("sampling_seed", 0), -(2**63), 2**64 - 1)
         if (words := self.get(stop)) is not None:
             words = [words] if isinstance(words, str) else words
             if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -103,6 +107,12 @@ class Fields:
         if not 0 <= count <= MAX_TOP_LOGPROBS:
             raise FieldError("top_logprobs", f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {count}")
         return count
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise FieldError(name, f"{name} must be between {low} and {high}, got {value}")
+    return value
 
 
 def typed(name: str, value: Any, kind: type) -> Any:

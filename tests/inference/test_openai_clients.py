@@ -233,7 +233,7 @@ def test_errors_have_the_shape_that_clients_read(client, claude, url):
     assert caught.value.param == "tool_choice" and caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model="m", input="a", previous_response_id="resp_1")
-    with pytest.raises(anthropic.BadRequestError, match="max_new_tokens must be"):
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens must be"):
         claude.messages.create(model="m", max_tokens=0, messages=[USER])
     with pytest.raises(anthropic.AuthenticationError), anthropic.Anthropic(base_url=url, api_key="no") as other:
         other.messages.create(model="m", max_tokens=1, messages=[USER])

@@ -197,3 +197,23 @@ def test_errors_and_numbers_that_json_encoders_refuse():
 
 def test_tokens_without_a_tokenizer_are_numbers():
     assert token_text(None, 7) == "token_id:7"
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "name"),
+    [
+        (completions.parse, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (completions.parse, {"prompt": "a", "min_tokens": 20}, "min_tokens"),
+        (completions.parse, {"prompt": "a", "min_tokens": -1}, "min_tokens"),
+        (chat.parse, {"messages": [USER], "max_completion_tokens": -5}, "max_completion_tokens"),
+        (chat.parse, {"messages": [USER], "max_tokens": 10**10}, "max_tokens"),
+        (chat.parse, {"messages": [USER], "max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        (chat.parse, {"messages": [USER], "seed": 2**64}, "seed"),
+        (responses.parse, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        (messages.parse, {"messages": [USER], "max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_numbers_out_of_range_are_named_as_the_request_names_them(parse, body, name):
+    with pytest.raises(FieldError, match=f"^{name} must be between ") as found:
+        parse(body)
+    assert found.value.param == name

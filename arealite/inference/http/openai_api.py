@@ -26,6 +26,7 @@ from arealite.protocol.answer import Answer, Event, Head, Stream, TokenLogprob, 
 from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.chat_apis import ApiRequest
 from arealite.protocol.detokenizer import token_before
+from arealite.protocol.fields import FieldError
 from arealite.protocol.tool_calls import ToolCall, hidden_tokens, opens_thinking, style_of
 
 
@@ -61,6 +62,8 @@ async def converse(read: Callable[[dict[str, Any]], ApiRequest], http_request: w
     prompt = await chat_prompt(engine, request, is_short)
     longest = max(1, engine.max_len - len(prompt.ids))
     params = SamplingParams.from_json({"max_new_tokens": longest, **request.sampling})
+    if params.min_new_tokens > params.max_new_tokens:
+        raise FieldError("min_tokens", f"min_tokens must be at most {longest}, got {params.min_new_tokens}")
     generation = Request(
         prompt.ids,
         params,
