@@ -77,7 +77,8 @@ def batch_script(job: Job) -> str:
         "job_name": f"{config.experiment_name}-{config.trial_name}",
         "nodes": len(job.devices),
         "ntasks_per_node": 1,
-        "output": f"{job.run_dir.logs}/slurm-%j.log",
+        # sbatch replaces %j, and any other letter after a %, also in the names of folders.
+        "output": f"{str(job.run_dir.logs).replace('%', '%%')}/slurm-%j.log",
         "open_mode": "append",
         "requeue": True,
     }

@@ -76,6 +76,13 @@ def test_values_with_spaces_are_quoted_in_the_batch_script(work, arguments, caps
     assert '#SBATCH "--comment=a \\"b\\" \\\\ c\'s"\n' in out
 
 
+def test_sbatch_expands_nothing_in_the_path_of_the_run(work, arguments, capsys):
+    assert launch("script.py", arguments("cluster.fileroot=at 50%j"), dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert f'#SBATCH "--output={work}/at 50%%j/e/t/logs/slurm-%j.log"\n' in out
+    assert f"arealite.launcher.node '{work}/at 50%j/e/t/job.json'\n" in out
+
+
 def test_a_plan_that_does_not_fit_is_refused(work, arguments):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d12p1t1+d4p1t1")
     with pytest.raises(AllocationError, match=r"needs 16 devices .* but there are 8 \(2 node\(s\): 4 \+ 4\)"):
