@@ -37,6 +37,13 @@ _POLL_INTERVAL_S = 1.0
 _CONTROLLER_TIMEOUT_S = 600.0
 _FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "NODE_FAIL"}
 _ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", *_FAILED}
+# Flags of sbatch that would contradict the placement of a job, and what to do instead.
+_REFUSED_FLAGS = {
+    "array": "it would start the run several times in one run directory: start each with its own trial_name",
+    "nodes": "the launcher sets the number of nodes: set cluster.n_nodes",
+    "ntasks": "the launcher starts one task on each node, and that the ranks: set allocation_mode",
+    "ntasks_per_node": "the launcher starts one task on each node, and that the ranks: set allocation_mode",
+}
 
 
 class SlurmError(AReaLiteError):
@@ -47,6 +54,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Submit `script` as a Slurm job and wait for its end; returns the exit code."""
     config = read_launch_config(str(script), argv)
     job = Job.on_cluster(config, script, argv)
+    _check_flags(config.launcher.slurm)
     if dry_run:
         more = f"\n\n{job.run_dir.path / 'slurm.sh'}:\n{batch_script(job)}"
         return show_plan(job, servers_run_here=False, more=more)
@@ -59,6 +67,13 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
         # Each requeueing made a folder.
         for folder in job.run_dir.names.glob(f"{job.id}-*"):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_flags(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        reason = _REFUSED_FLAGS.get(key.replace("-", "_"))
+        if reason is not None and value is not None and value is not False:
+            raise ConfigError(f"launcher.slurm.{key}={value} cannot be used: {reason}")
 
 
 def _submit(job: Job) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.api.errors import AllocationError
+from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher import slurm
 from arealite.launcher.slurm import launch
 from tests.launcher.conftest import diagnosis, wait_until_gone
@@ -81,6 +81,21 @@ def test_sbatch_expands_nothing_in_the_path_of_the_run(work, arguments, capsys):
     out = capsys.readouterr().out
     assert f'#SBATCH "--output={work}/at 50%%j/e/t/logs/slurm-%j.log"\n' in out
     assert f"arealite.launcher.node '{work}/at 50%j/e/t/job.json'\n" in out
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("array=0-3", "start each with its own trial_name"),
+        ("nodes=2", "set cluster.n_nodes"),
+        ("ntasks=8", "set allocation_mode"),
+        ("ntasks-per-node=8", "set allocation_mode"),
+    ],
+)
+def test_flags_that_contradict_the_placement_are_refused(work, arguments, flag, reason):
+    with pytest.raises(ConfigError, match=f"launcher.slurm.{flag} .*{reason}"):
+        launch("script.py", arguments(f"launcher.slurm.{flag}"))
+    assert not Path("runs").exists()
 
 
 def test_a_plan_that_does_not_fit_is_refused(work, arguments):
