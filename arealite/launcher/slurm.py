@@ -30,12 +30,15 @@ from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
+from arealite.utils.rundir import write_file
 
 _CLIENT_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 1.0
 # The job goes on while Slurm's controller restarts.
 _CONTROLLER_TIMEOUT_S = 600.0
 _FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "NODE_FAIL"}
+# What `scontrol` says of a job that ended more than MinJobAge ago (by default five minutes).
+_UNKNOWN_JOB = "Invalid job id"
 _ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", *_FAILED}
 # Flags of sbatch that would contradict the placement of a job, and what to do instead.
 _REFUSED_FLAGS = {
@@ -61,6 +64,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     check_job(job, servers_run_here=False)
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no `sbatch` here: run this on a login node of a Slurm cluster")
+    _check_earlier_job(job)
     try:
         return run_attempts(job, _submit)
     finally:
@@ -76,10 +80,36 @@ def _check_flags(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"launcher.slurm.{key}={value} cannot be used: {reason}")
 
 
+def _check_earlier_job(job: Job) -> None:
+    """Raise if an earlier job of this run has not ended. One that is queued holds no lock."""
+    path = _job_id_path(job)
+    if not path.exists():
+        return
+    job_id = path.read_text().strip()
+    try:
+        shown = _client("scontrol", "show", "job", "--oneliner", job_id)
+    except SlurmError as error:
+        if _UNKNOWN_JOB in str(error):
+            return
+        raise
+    state = _read_state(shown)[0]
+    # After a reset of the cluster the number may be that of another job.
+    if str(job.run_dir.path) in shown and state not in _ENDED:
+        raise ConfigError(
+            f"Slurm job {job_id} of {job.run_dir.path} is {state}: wait for its end, stop it (scancel {job_id}), or use "
+            "another trial_name"
+        )
+
+
+def _job_id_path(job: Job) -> Path:
+    return job.run_dir.path / "slurm.id"
+
+
 def _submit(job: Job) -> int:
     path = job.run_dir.path / "slurm.sh"
     path.write_text(batch_script(job))
     job_id = _client("sbatch", "--parsable", str(path)).split(";")[0]
+    write_file(_job_id_path(job), job_id, private=False)
     print(f"Slurm job {job_id}", flush=True)
     job.announce()
     return _wait_for_end(job, job_id)
@@ -197,8 +227,11 @@ def _report(job: Job, job_id: str, state: str, code: int) -> int:
 
 def _state(job_id: str) -> tuple[str, int]:
     """Ask the controller for (state, exit code) of the job."""
-    answer = _client("scontrol", "show", "job", "--oneliner", job_id)
-    fields = dict(part.split("=", 1) for part in answer.split() if "=" in part)
+    return _read_state(_client("scontrol", "show", "job", "--oneliner", job_id))
+
+
+def _read_state(shown: str) -> tuple[str, int]:
+    fields = dict(part.split("=", 1) for part in shown.split() if "=" in part)
     return fields.get("JobState", "UNKNOWN"), int(fields.get("ExitCode", "0:0").split(":")[0])
 
 

@@ -122,6 +122,27 @@ def clients(work, monkeypatch):
     return work
 
 
+def test_a_run_whose_job_is_still_queued_is_not_started_again(clients, arguments):
+    """It would move the results away that the queued job is going to continue, and replace its configuration."""
+    argv = on_cpu(arguments, mode="sglang.d2+d2")
+    (clients / "answers").write_text("echo JobState=COMPLETED")
+    assert launch("script.py", argv) == 0
+    config = (clients / RUN / "job.json").read_text()
+    shown = f"Command={clients / RUN}/slurm.sh"
+    (clients / "answers").write_text(f"echo JobState=PENDING {shown}")
+    with pytest.raises(ConfigError, match=r"Slurm job 7 of .*/runs/e/t is PENDING: .*scancel 7"):
+        launch("script.py", argv)
+    assert (clients / RUN / "job.json").read_text() == config
+    for end in (f"JobState=CANCELLED {shown}", "JobState=RUNNING Command=of/another"):
+        (clients / "asked").unlink()
+        (clients / "answers").write_text(f"echo {end}\necho JobState=COMPLETED")
+        assert launch("script.py", argv) == 0
+    (clients / "asked").unlink()
+    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    (clients / "answers").write_text(f"{forgotten}\necho JobState=COMPLETED")
+    assert launch("script.py", argv) == 0
+
+
 AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
 
 
