@@ -96,8 +96,8 @@ def _check_earlier_job(job: Job) -> None:
     # After a reset of the cluster the number may be that of another job.
     if str(job.run_dir.path) in shown and state not in _ENDED:
         raise ConfigError(
-            f"Slurm job {job_id} of {job.run_dir.path} is {state}: wait for its end, stop it (scancel {job_id}), or use "
-            "another trial_name"
+            f"Slurm job {job_id} of {job.run_dir.path} is {state}: wait for its end, stop it (scancel {job_id}), "
+            "or use another trial_name"
         )
 
 
@@ -202,6 +202,11 @@ def _wait_for_end(job: Job, job_id: str) -> int:
 
 def _tolerate_silence(error: SlurmError, job_id: str, since: float | None) -> float:
     """Warn that the state is unknown; raise after a long time. Returns when the silence began."""
+    if _UNKNOWN_JOB in str(error):
+        raise SlurmError(
+            f"Slurm no longer knows job {job_id}: it ended while this launcher did not ask, so its exit code is not "
+            "known; see its logs in the run directory"
+        ) from error
     if since is None:
         print(f"warning: {error}\nSlurm job {job_id} goes on, asking again", file=sys.stderr, flush=True)
         return time.monotonic()

@@ -138,12 +138,12 @@ def test_a_run_whose_job_is_still_queued_is_not_started_again(clients, arguments
         (clients / "answers").write_text(f"echo {end}\necho JobState=COMPLETED")
         assert launch("script.py", argv) == 0
     (clients / "asked").unlink()
-    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    (clients / "answers").write_text(f"{forgotten}\necho JobState=COMPLETED")
+    (clients / "answers").write_text(f"{FORGOTTEN}\necho JobState=COMPLETED")
     assert launch("script.py", argv) == 0
 
 
 AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
 def test_a_job_goes_on_while_the_controller_is_away(clients, arguments, capsys):
@@ -166,6 +166,14 @@ def test_a_controller_that_stays_away_is_an_error(clients, arguments, monkeypatc
     with pytest.raises(slurm.SlurmError, match=r"the state of Slurm job 7 was unknown .*Unable to contact"):
         launch("script.py", on_cpu(arguments, mode="sglang.d2+d2"))
     assert (clients / "cancelled").exists()
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_waited_for(clients, arguments):
+    """The launcher was suspended for longer than Slurm keeps jobs that have ended."""
+    (clients / "answers").write_text(f"echo JobState=RUNNING\n{FORGOTTEN}")
+    with pytest.raises(slurm.SlurmError, match="no longer knows job 7"):
+        launch("script.py", on_cpu(arguments, mode="sglang.d2+d2"))
+    assert not (clients / "cancelled").exists()
 
 
 @pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"])
