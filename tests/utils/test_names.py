@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from arealite.api.errors import AReaLiteError, WaitTimeout
+from arealite.api.errors import AReaLiteError, ConfigError, WaitTimeout
 from arealite.engine.remote import membership
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.rundir import RunDir
@@ -92,7 +92,22 @@ def test_an_entry_that_a_crash_left_empty_is_none(tmp_path):
     assert names.claim("server/b", "b:1")
 
 
+def test_a_server_joins_no_folder_that_is_not_a_run(tmp_path):
+    """It would serve there, and no trainer would find it."""
+    run = tmp_path / "runs" / "task" / "trial0"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"join=.*/task: .* is not a run directory.* Runs below it: .*task/trial0"):
+        membership.Lease(run.parent, "a:1")
+    with pytest.raises(ConfigError, match="there is no run directory"):
+        membership.Lease(tmp_path / "gone", "a:1")
+    assert [path.name for path in run.parent.iterdir()] == ["trial0"]
+    membership.Lease(run, "a:1")
+
+
 def test_a_server_survives_an_error_of_the_shared_folder(tmp_path, monkeypatch):
+    (tmp_path / "names").mkdir()
+
     async def hold():
         lease, stop, looks = membership.Lease(tmp_path, "a:1"), asyncio.Event(), []
         lease._names.ttl_s = 0.05

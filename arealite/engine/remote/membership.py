@@ -23,13 +23,15 @@ class Lease:
     """The server's side: a lease that is published while the server runs."""
 
     def __init__(self, run_dir: str | Path, address: str):
-        if not Path(run_dir).is_dir():
-            raise ConfigError(
-                f"join={run_dir}: there is no such run directory; give {{fileroot}}/{{experiment_name}}/{{trial_name}} "
-                "of a running job"
-            )
+        job = RunDir(run_dir)
+        # A job makes the folder of its names before anything else. In another folder nobody would read the lease.
+        if not job.names.is_dir():
+            try:
+                job.check()
+            except ConfigError as error:
+                raise ConfigError(f"join={run_dir}: {error}") from error
         self.address = address
-        self._names = elastic_names(RunDir(run_dir))
+        self._names = elastic_names(job)
 
     async def hold(self, stop: asyncio.Event) -> None:
         """Keep the lease until `stop` is set."""
