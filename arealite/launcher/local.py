@@ -80,6 +80,9 @@ def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Call
             arguments = "SCRIPT.py [--config FILE.yaml]... [key=value]... [--dry-run]"
             print(f"usage: arealite launch {name} {arguments}\n\n{(doc or '').strip()}\n\n{_examples(name)}")
             return 0 if argv else 2
+        if argv[0].startswith("-") or "=" in argv[0]:
+            given = argv[0].partition("=")[0]
+            raise ConfigError(f"the script comes before {given}: arealite launch {name} SCRIPT.py [arguments]")
         arguments = [argument for argument in argv[1:] if argument != "--dry-run"]
         return launch(argv[0], arguments, dry_run="--dry-run" in argv)
 

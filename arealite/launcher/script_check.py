@@ -35,9 +35,12 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE
 
 
 def check_source(config: LaunchConfig, script: str, runs_here: bool) -> None:
-    """Raise `ConfigError` for a package or a tokenizer that is missing. `runs_here`: in this environment."""
-    if not script.endswith(".py"):
+    """Raise `ConfigError` for a missing script, package or tokenizer. `runs_here`: in this environment."""
+    if not script:
+        # A trainer in a script or notebook of the user.
         return
+    if not script.endswith(".py"):
+        return _check_module(script, runs_here)
     tree = ast.parse(Path(script).read_text())
     if runs_here:
         _check_imports(tree, Path(script))
@@ -120,6 +123,13 @@ def _check_imports(tree: ast.Module, script: Path) -> None:
             top = name.partition(".")[0]
             if not _is_found(top, script.absolute().parent):
                 raise ConfigError(_missing(script, name))
+
+
+def _check_module(name: str, runs_here: bool) -> None:
+    """Raise for a script that is neither a .py file nor the dotted name of a module."""
+    is_name = all(part.isidentifier() for part in name.split("."))
+    if not is_name or (runs_here and not _is_found(name.partition(".")[0], Path.cwd())):
+        raise ConfigError(f"cannot run {name}: give a file that ends with .py, or the dotted name of a module")
 
 
 def _is_found(name: str, folder: Path) -> bool:

@@ -75,6 +75,19 @@ def test_a_package_that_is_not_installed(refused, work):
     refused(r"script\.py imports no_such_package, which")
 
 
+@pytest.mark.parametrize("script", ["train.sh", "folder/train", "no_such_package.train"])
+def test_what_is_neither_a_file_nor_a_module_is_not_started(work, script):
+    with pytest.raises(ConfigError, match=f"cannot run {script}: give a file that ends with .py"):
+        local.launch(script, ["allocation_mode=d1"])
+    assert not (work / "runs").exists()
+
+
+@pytest.mark.parametrize("first", ["--config", "--dry-run", "trial_name=a"])
+def test_options_before_the_script(first):
+    with pytest.raises(ConfigError, match=f"the script comes before {first.partition('=')[0]}: arealite launch local"):
+        local.main([first, "x.yaml", "script.py"])
+
+
 def test_a_script_may_find_modules_in_a_folder_of_its_own(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nsys.path.insert(0, 'elsewhere')\nfrom no_such_package import thing\n")
