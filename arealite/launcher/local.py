@@ -59,7 +59,9 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
         try:
             code = run(attempt)
         finally:
-            shutil.rmtree(attempt.names_folder, ignore_errors=True)
+            # All of them: Slurm may have started this attempt several times, with numbers that the next one gets, too.
+            for folder in job.run_dir.names.glob(f"{job.id}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
         name_checkpoint(job, code)
         if code in (0, REFUSED, COLLAPSED, *INTERRUPTED) or number == retries:
             return code

@@ -65,12 +65,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no `sbatch` here: run this on a login node of a Slurm cluster")
     _check_earlier_job(job)
-    try:
-        return run_attempts(job, _submit)
-    finally:
-        # Each requeueing made a folder.
-        for folder in job.run_dir.names.glob(f"{job.id}-*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    return run_attempts(job, _submit)
 
 
 def _check_flags(given: Mapping[str, Any]) -> None:

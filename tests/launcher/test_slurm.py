@@ -142,6 +142,17 @@ def test_a_run_whose_job_is_still_queued_is_not_started_again(clients, arguments
     assert launch("script.py", argv) == 0
 
 
+def test_a_job_that_is_submitted_again_meets_no_names_of_a_requeued_one(clients, arguments):
+    """The requeued start has the number of the next attempt, and its names say that it has failed."""
+    requeued = 'mkdir -p runs/e/t/names/$(grep -o \'"id": "[0-9a-f]*\' runs/e/t/job.json | tail -c 13)-1'
+    listed = "ls runs/e/t/names >> seen"
+    lines = [f"{requeued}; {listed}; echo JobState=FAILED ExitCode=1:0", f"{listed}; echo JobState=COMPLETED"]
+    (clients / "answers").write_text("\n".join([*lines, ""]))
+    argv = on_cpu(arguments, "recover.mode=auto", "recover.retries=1", mode="sglang.d2+d2")
+    assert launch("script.py", argv) == 0
+    assert re.fullmatch(r"[0-9a-f]{12}-1\n", (clients / "seen").read_text())
+
+
 AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
