@@ -164,7 +164,7 @@ def _wait_for_end(job: Job, job_id: str) -> int:
     """Show rank 0's output until the job has ended or a signal cancels it. Returns the exit code."""
     output = LogFollower(job.run_dir.logs / "rank0.log")
     silent_since, state, is_stopping = None, "PENDING", False
-    log = job.run_dir.logs / f"slurm-{job_id}.log"
+    log = _log_path(job, job_id)
     waiting = activity.doing(lambda: output.describe_start(f"Slurm job {job_id} is {state}", log))
     with StopEvent() as stop, waiting:
         while True:
@@ -215,11 +215,17 @@ def _tolerate_silence(error: SlurmError, job_id: str, since: float | None) -> fl
     ) from error
 
 
+def _log_path(job: Job, job_id: str) -> Path:
+    """Return the log of the batch script; `launcher.slurm.output` may have set another."""
+    given = job.config.launcher.slurm.get("output")
+    return Path(job.cwd, str(given).replace("%j", job_id)) if given else job.run_dir.logs / f"slurm-{job_id}.log"
+
+
 def _report(job: Job, job_id: str, state: str, code: int) -> int:
     print(f"Slurm job {job_id}: {state}", flush=True)
     if state == "COMPLETED":
         return 0
-    log = job.run_dir.logs / f"slurm-{job_id}.log"
+    log = _log_path(job, job_id)
     lines = (f"  | {line}" for line in tail(log, 30).splitlines())
     print(f"the last lines of {log}:", *lines, sep="\n", file=sys.stderr)
     return 128 + signal.SIGTERM if state == "CANCELLED" else code or 1

@@ -187,6 +187,14 @@ def test_a_job_that_slurm_has_forgotten_is_not_waited_for(clients, arguments):
     assert not (clients / "cancelled").exists()
 
 
+def test_the_log_of_a_failed_job_is_shown_where_the_user_put_it(clients, arguments, capsys):
+    (clients / "answers").write_text("echo the node is on fire > log-7.txt; echo JobState=FAILED ExitCode=1:0\n")
+    argv = on_cpu(arguments, "launcher.slurm.output=log-%j.txt", mode="sglang.d2+d2")
+    assert launch("script.py", argv) == 1
+    shown = capsys.readouterr().err
+    assert f"the last lines of {clients}/log-7.txt:\n  | the node is on fire" in shown
+
+
 @pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"])
 def test_every_final_state_ends_the_wait(clients, arguments, state):
     end = f"echo JobState={state} ExitCode=0:0"
