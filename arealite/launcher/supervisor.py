@@ -77,8 +77,9 @@ class Child:
     log_start: int
     started: float = field(default_factory=time.monotonic)
     code: int | None = None
-    # Whether an echoed one has printed something.
+    # Whether an echoed one has printed something, and whether its last line has ended.
     has_printed: bool = False
+    has_ended_line: bool = True
     decoder: IncrementalDecoder = field(default_factory=text_decoder)
 
     @property
@@ -286,6 +287,9 @@ class Supervisor:
         for _ in range(_MAX_LAST_READS):
             if not self._copy_output(child):
                 break
+        if not child.has_ended_line:
+            # A progress bar: what follows, here and in its log, begins a line of its own.
+            self._write_output(child, "\n")
         child.hide_secret()
         self._ended.append({"name": child.name, "pid": child.process.pid, "code": child.code, "time": time.time()})
         self._selector.unregister(child.pidfd)
@@ -306,7 +310,11 @@ class Supervisor:
             self._selector.unregister(pipe)
             pipe.close()
             return False
-        text = clean_stream(child.decoder.decode(data))
+        self._write_output(child, clean_stream(child.decoder.decode(data)))
+        return True
+
+    def _write_output(self, child: Child, text: str) -> None:
+        """Write a text to the log of an echoed child and to the console."""
         try:
             with child.spec.log_path.open("a", encoding="utf-8") as log:
                 log.write(text)
@@ -317,9 +325,8 @@ class Supervisor:
             self._has_lost_log = True
         sys.stdout.write(text)
         sys.stdout.flush()
-        child.has_printed = True
+        child.has_printed, child.has_ended_line = True, text.endswith("\n") if text else child.has_ended_line
         activity.note_output()
-        return True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)

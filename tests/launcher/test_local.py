@@ -419,6 +419,17 @@ def test_rank_0_draws_on_the_terminal_of_the_launcher(work, script, expected):
     assert log.endswith("noise\n") and "\x1b" not in log, "the live table is not in the log"
 
 
+def test_output_without_a_last_line_end_gets_one(tmp_path, capfd):
+    """A progress bar: an error, or the output of the next attempt, begins a line of its own."""
+    log = tmp_path / "a.log"
+    for text in ("50%|", "all of it\n", "50%|"):
+        with Supervisor(1) as supervisor:
+            child = supervisor.start(ChildSpec("a", [sys.executable, "-c", f"print({text!r}, end='')"], log, echo=True))
+            while child.code is None:
+                supervisor.wait(5)
+    assert log.read_text() == capfd.readouterr().out == "50%|\nall of it\n50%|\n"
+
+
 def test_a_full_disk_loses_log_lines_and_not_the_run(capfdbinary):
     command = [sys.executable, "-c", "print('hello')"]
     with Supervisor(1) as supervisor:
