@@ -4,8 +4,8 @@
 
 Writes a batch script (slurm.sh in the run directory), submits it, and shows rank 0's output until the job ends. Ctrl+C
 saves a checkpoint and ends the job, a second one cancels it at once. One task per node runs `arealite.launcher.node`. A
-requeued or preempted job runs the same script again and, with `recover.mode=auto`, resumes; a failed one is submitted
-again up to `recover.retries` times. Flags of sbatch pass through `launcher.slurm` (`launcher.slurm.partition=gpu`).
+requeued or preempted job resumes with `recover.mode=auto`, and ends without; a failed one is submitted again up to
+`recover.retries` times. Flags of sbatch pass through `launcher.slurm` (`launcher.slurm.partition=gpu`).
 `--dry-run` prints the batch script.
 """
 
@@ -120,8 +120,10 @@ def batch_script(job: Job) -> str:
         # sbatch replaces %j, and any other letter after a %, also in the names of folders.
         "output": f"{str(job.run_dir.logs).replace('%', '%%')}/slurm-%j.log",
         "open_mode": "append",
-        "requeue": True,
     }
+    if "requeue" not in given:
+        # Started again from nothing, a run would replace its own results, also the checkpoint that it has just saved.
+        flags["no_requeue" if config.recover.mode == "disabled" else "requeue"] = True
     if job.on_gpu:
         flags["gres"] = f"gpu:{len(job.devices[0])}"
     wrapper = given.pop("wrap", "")

@@ -48,6 +48,7 @@ def test_the_batch_script_can_be_read(work, arguments, capsys):
         "cluster.n_nodes=16",
         "cluster.n_gpus_per_node=8",
         "train_dataset.batch_size=32",
+        "recover.mode=auto",
         "launcher.slurm={partition: gpu, time: '24:00:00', container_image: nvcr.io/x, wrap: nice}",
         mode="sglang.d96p1t1+d32p1t1",
     )
@@ -74,6 +75,15 @@ def test_values_with_spaces_are_quoted_in_the_batch_script(work, arguments, caps
     assert f'#SBATCH "--output={work}/my  runs/e/t/logs/slurm-%j.log"\n' in out
     assert f"arealite.launcher.node '{work}/my  runs/e/t/job.json'\n" in out
     assert '#SBATCH "--comment=a \\"b\\" \\\\ c\'s"\n' in out
+
+
+def test_a_job_that_cannot_resume_is_not_requeued(work, arguments, capsys):
+    """It would start again from nothing and replace its results."""
+    assert launch("script.py", arguments(), dry_run=True) == 0
+    assert "#SBATCH --no-requeue\n" in capsys.readouterr().out
+    assert launch("script.py", arguments("launcher.slurm.requeue=true"), dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --requeue\n" in out and "no-requeue" not in out
 
 
 def test_sbatch_expands_nothing_in_the_path_of_the_run(work, arguments, capsys):
@@ -283,9 +293,8 @@ def test_a_cancelled_job_saves_a_checkpoint_and_names_the_command_that_resumes(w
 
 @pytest.mark.slurm
 def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
-    argv = on_cpu(
-        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=requeue", mode="sglang.d2+d2"
-    )
+    sizes = ("cluster.n_nodes=2", "cluster.n_gpus_per_node=2")
+    argv = on_cpu(arguments, *sizes, "tokenizer_path=requeue", "recover.mode=auto", mode="sglang.d2+d2")
     process = start(slurm_cluster, argv)
     wait_for(lambda: (work / "up0").exists())
     job_id = slurm_cluster.client("squeue", "-h", "-o", "%i").strip()
