@@ -5,13 +5,19 @@ batches. Recover checkpoints save the state: the epoch and the position in it, a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig, DPOConfig
+from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.order import Curriculum, epoch_order
 
 Row = dict[str, Any]
+# Makes the rows of a dataset; the folder is that of its cache.
+RowLoader = Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]]
 
 
 def check_num_rows(num_rows: int, config: DatasetConfig) -> None:

@@ -10,7 +10,7 @@ from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset.columns import apply_columns, map_rows
 from arealite.dataset.loader import check_valid_rows
-from arealite.dataset.preference import get_preferences
+from arealite.dataset.preference import preference_loader
 from arealite.dataset.sft import get_sft
 from arealite.easy.base import EasyTrainer
 from arealite.easy.data import Row, without_empty
@@ -84,10 +84,13 @@ def _read_conversation(row: Row) -> Row:
 
 
 class _OnPairs(_Supervised):
-    """Rows have `chosen` and `rejected`: texts with a `prompt`, dialogues, or messages."""
+    """Rows have `chosen` and `rejected`: texts with a `prompt`, dialogues, or messages.
+
+    With model.loss=kto they may have a `prompt`, a `completion` and a `label` instead.
+    """
 
     def load(self, data: list[Row] | str, config: Any) -> Any:
-        return get_preferences(config, self.tokenizer, raw=None if isinstance(data, str) else data)
+        return preference_loader(self.config)(config, self.tokenizer, raw=None if isinstance(data, str) else data)
 
 
 class DPOTrainer(_OnPairs):

@@ -93,7 +93,7 @@ _LOSSES = {"grpo": ("clip", "sequence"), "bnpo": ("clip", "token"), "dapo": ("cl
 _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 # Values of `stats_logger`, by `report_to`.
 _SERVICES = {"tensorboard": True, "wandb": "online", "swanlab": "online", "trackio": "local"}
-_PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
+_PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "kto": "kto"}
 # Fields that are compared or computed with here, and those of them that are 1 or more. The configuration checks the
 # others.
 _NUMBERS = (
@@ -328,7 +328,7 @@ def _preference(fields: Fields) -> Keys:
         found["model.beta"] = fields["beta"]
     if isinstance(kind, str) and kind not in ("nll", "chunked_nll"):
         if kind not in _PREFERENCES:
-            raise ConfigError(f"loss_type={kind!r} has no counterpart: use sigmoid or ipo, or set model.loss")
+            raise ConfigError(f"loss_type={kind!r} has no counterpart: use sigmoid, ipo or kto, or set model.loss")
         found["model.loss"] = _PREFERENCES[kind]
     return found
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import Batch
 from arealite.controller.factory import make_engine
-from arealite.dataset.preference import collate_pairs, get_preferences
+from arealite.dataset.preference import collate_pairs, preference_loader
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -16,11 +16,11 @@ from arealite.utils.config import load_config, run_main
 
 
 class DPOTrainer(SFTTrainer):
-    """Trains on rows with `chosen` and `rejected` tokens; the reference model, if any, is frozen."""
+    """Trains on rows with `chosen` and `rejected` tokens, or for KTO one of them."""
 
     config_class = DPOConfig
     engine_class = FSDPDPOEngine
-    load_rows = get_preferences
+    make_loader = preference_loader
 
     def __init__(
         self,

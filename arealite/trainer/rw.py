@@ -2,7 +2,7 @@
 
 from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import Batch
-from arealite.dataset.preference import collate_pairs, get_preferences
+from arealite.dataset.preference import collate_pairs, preference_loader
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.trainer.sft import Row, SFTTrainer
 from arealite.utils.config import load_config, run_main
@@ -13,7 +13,7 @@ class RWTrainer(SFTTrainer):
 
     config_class = RWConfig
     engine_class = FSDPRWEngine
-    load_rows = get_preferences
+    make_loader = preference_loader
 
     def collate(self, rows: list[Row]) -> Batch:
         return collate_pairs(rows, self.tokenizer)

@@ -4,18 +4,17 @@ Reward models (`rw.py`) and preference learning (`dpo.py`) use the same loop wit
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import BaseExperimentConfig, DataSourceConfig, DPOConfig, RWConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, RWConfig, SFTConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.trainer_api import Trainer
 from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
-from arealite.dataset.loader import check_valid_rows
+from arealite.dataset.loader import RowLoader, check_valid_rows
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.evaluator import BlockingEvaluator, validation_sets
@@ -32,7 +31,7 @@ class SFTTrainer(Trainer):
 
     config_class: ClassVar[type[BaseExperimentConfig]] = SFTConfig
     engine_class: type[FSDPEngine] = FSDPLMEngine
-    load_rows: ClassVar[Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]]] = load_sft
+    make_loader: ClassVar[Callable[[BaseExperimentConfig], RowLoader]] = staticmethod(lambda config: load_sft)
 
     def __init__(
         self,
@@ -73,9 +72,9 @@ class SFTTrainer(Trainer):
     def from_config(cls, config: SFTConfig | RWConfig | DPOConfig) -> Self:
         """Make the rows that the configuration describes, and the trainer."""
         with startup_phase("data", "reading the data"):
-            tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-            rows = load_training_rows(config, tokenizer, cls.load_rows)
-            sets = {name: cls.load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
+            tokenizer, load = load_tokenizer(config.tokenizer_path or config.model.path), cls.make_loader(config)
+            rows = load_training_rows(config, tokenizer, load)
+            sets = {name: load(data, tokenizer, None) for name, data in config.validation_sets.items()}
         return cls(config, rows, tokenizer, sets)
 
     def train(self, *, resume_from_checkpoint: str | bool | None = None) -> None:

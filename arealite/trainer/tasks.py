@@ -25,7 +25,7 @@ from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
 from arealite.dataset.loader import check_num_rows, check_valid_rows
 from arealite.dataset.order import Mixture
-from arealite.dataset.preference import get_preferences, read_pair
+from arealite.dataset.preference import loss_of, preference_loader, read_preference
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, load_prompts
 from arealite.dataset.rows import find_files, load_dataset
 from arealite.dataset.sft import get_sft, load_tokenizer, read_sft
@@ -232,7 +232,7 @@ def _check_set(
     if _are_raw(config, data):
         return None
     rows = _some_rows(data)
-    _check_rows(rows, data, kind)
+    _check_rows(rows, config, data, kind)
     if tokenizer is not None:
         _check_first(rows[: data.few_shot + 1], config, data, kind, tokenizer)
     # A conversation may become several rows.
@@ -283,7 +283,7 @@ def _check_first(
         return
     data = dataclasses.replace(data, max_length=None, streaming=False)
     if kind in ("rw", "dpo"):
-        get_preferences(data, tokenizer, raw=rows)
+        preference_loader(config)(data, tokenizer, raw=rows)
     elif kind == "sft":
         get_sft(data, tokenizer, task.sft, raw=rows)
     else:
@@ -295,11 +295,11 @@ def _check_first(
                 VisionProcessor.load(path).encode_row(made[0])
 
 
-def _check_rows(rows: list[Row], data: DataSourceConfig, kind: str | None) -> None:
+def _check_rows(rows: list[Row], config: BaseExperimentConfig, data: DataSourceConfig, kind: str | None) -> None:
     task = find_task(data)
     read: Callable[[Row], Row | None]
     if kind in ("rw", "dpo"):
-        read = lambda raw: read_pair(raw, data)  # noqa: E731
+        read = lambda raw: read_preference(raw, data, loss_of(config))  # noqa: E731
     elif kind == "sft":
         read = lambda raw: read_sft(raw, data, task.sft)  # noqa: E731
     else:

@@ -1,6 +1,6 @@
 """DPO, IPO, KTO, ORPO or SimPO (`model.loss`) on preference pairs.
 
-The dataset is a .jsonl file with the columns prompt, chosen and rejected.
+The dataset is a .jsonl file with the columns prompt, chosen and rejected; for KTO also prompt, completion and label.
 
     python -m arealite.launcher.local examples/arealite/preference_dpo.py \
         --config examples/arealite/configs/preference_dpo.yaml model.path=/path/to/model train_dataset.path=pairs.jsonl
@@ -22,7 +22,7 @@ from arealite.utils.config import load_config, run_main
 def main(argv: list[str]) -> None:
     config = load_config(argv, DPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows = get_preferences(config.train_dataset, tokenizer)
+    rows = get_preferences(config.train_dataset, tokenizer, loss=config.model.loss)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
     layout = AllocationMode.from_str(config.allocation_mode).train

@@ -15,10 +15,10 @@ BAD = {"role": "assistant", "content": "go"}
 
 @pytest.fixture
 def load(tmp_path, tokenizer):
-    def load(*rows, **kwargs):
+    def load(*rows, loss="dpo", **kwargs):
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return get_preferences(DatasetConfig(path=str(path), **kwargs), tokenizer)
+        return get_preferences(DatasetConfig(path=str(path), **kwargs), tokenizer, loss=loss)
 
     return load
 
@@ -96,6 +96,71 @@ def test_malformed_rows_are_one_line(load, row, message):
     with pytest.raises(DatasetError, match=message) as info:
         load({"prompt": "a", "chosen": "b", "rejected": "c"}, row)
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "ab", "completion": "c"}, ("ab", "c<eos>")),
+        ({"prompt": [USER], "completion": [GOOD]}, ("<user>hi\n<assistant>", "hello\n<eos>")),
+        ({"prompt": "hi", "completion": [GOOD]}, ("<user>hi\n<assistant>", "hello\n<eos>")),
+        ({"prompt": [USER], "completion": "hello"}, ("<user>hi\n<assistant>", "hello\n<eos>")),
+    ],
+)
+def test_single_answers_with_a_label_are_one_side_of_a_pair(load, tokenizer, row, expected):
+    labels = [True, False, 1, 0, "true", "False"]
+    rows = load(*({**row, "label": label} for label in labels), loss="kto")
+    assert [list(made) for made in rows] == [["chosen"], ["rejected"]] * 3
+    assert {texts(side, tokenizer) for made in rows for side in made.values()} == {expected}
+    batch = collate_pairs(rows, tokenizer)
+    assert batch["pair_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch["is_chosen"].tolist() == [1, 0, 1, 0, 1, 0]
+
+
+def test_single_answers_and_pairs_may_be_in_one_batch(load, tokenizer):
+    rows = load(
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "completion": "b", "label": False},
+        {"prompt": "a", "completion": "b" * 20, "label": True},
+        loss="kto", max_length=10,
+    )  # fmt: skip
+    batch = collate_pairs(rows, tokenizer)
+    assert (batch["pair_ids"].tolist(), batch["is_chosen"].tolist()) == ([1, 1, 2], [1, 0, 0])
+
+
+def test_columns_templates_and_system_prompts_apply_to_single_answers(load, tokenizer):
+    columns = {"prompt": "q", "completion": "a", "label": "good"}
+    (row,) = load({"q": "x", "a": "y", "good": True}, columns=columns, prompt_template="<{prompt}>", loss="kto")
+    assert texts(row["chosen"], tokenizer) == ("<x>", "y<eos>")
+    (row,) = load({"prompt": [USER], "completion": [BAD], "label": False}, system_prompt="S", loss="kto")
+    assert texts(row["rejected"], tokenizer)[0] == "<system>S\n<user>hi\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "good"}, r"`label` must be true .* not 'good'"),
+        ({"prompt": "a", "completion": "b", "label": None}, r"`label` must be true .* not 'None'"),
+        ({"prompt": "a", "completion": "b"}, "it lacks label and has prompt, completion"),
+        ({"prompt": "a", "label": True}, "it lacks completion and has prompt, label"),
+        ({"prompt": None, "completion": "b", "label": True}, "`prompt` must be text or a list of messages"),
+        ({"prompt": "a", "completion": 3, "label": True}, "`completion` must be text or a list of messages, not int"),
+        ({"prompt": [USER], "completion": [USER, GOOD], "label": True}, "`completion` begins with a message of 'user'"),
+        ({"prompt": "a"}, "a pair needs the columns chosen and rejected"),
+    ],
+)
+def test_malformed_single_answers_are_one_line(load, row, message):
+    with pytest.raises(DatasetError, match=message) as info:
+        load(row, loss="kto")
+    assert "\n" not in str(info.value) and "row 1: " in str(info.value)
+
+
+@pytest.mark.parametrize(("loss", "name"), [("dpo", "model.loss=dpo"), ("rw", "a reward model")])
+def test_single_answers_are_refused_by_losses_of_pairs(load, loss, name):
+    with pytest.raises(DatasetError, match=rf"one answer with a `label`, and {name} compares two: .*model\.loss=kto"):
+        load({"prompt": "a", "completion": "b", "label": True}, loss=loss)
+    # A label beside a pair is another column.
+    assert len(load({"prompt": "a", "chosen": "b", "rejected": "c", "label": 3}, loss=loss)) == 1
 
 
 def test_messages_need_a_chat_template(load, tokenizer, monkeypatch):

@@ -7,6 +7,10 @@ from arealite.api.errors import ConfigError, DatasetError
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(16)]
 ANSWERS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+LABELED = [
+    {"prompt": row["prompt"], "completion": row["answer"] if i % 2 else "no", "label": bool(i % 2)}
+    for i, row in enumerate(ROWS)
+]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in ROWS]
 
 
@@ -16,6 +20,8 @@ def test_supervised_trainers(model_path, tmp_path):
     result = SFTTrainer(train_dataset=ANSWERS, eval_dataset=ANSWERS[:2], **common).train()
     assert result.history[-1]["loss"] < result.history[1]["loss"] and (result.path / "config.json").exists()
     assert DPOTrainer(train_dataset=PAIRS, **common).train().history[-1]["loss"] < 0.69
+    kto = DPOTrainer(train_dataset=LABELED, eval_dataset=LABELED[:4], loss_type="kto", **common).train()
+    assert kto.history[-1]["loss"] < 0.49 and kto.history[-1]["eval/valid/loss"] < 0.49
     assert RewardTrainer(train_dataset=PAIRS, **common).train().model.config.num_labels == 1
 
 
@@ -34,6 +40,10 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
         SFTTrainer(model_path, train_dataset=[{"text": "a"}], **common)
     with pytest.raises(DatasetError, match="lacks rejected"):
         DPOTrainer(model_path, train_dataset=[{"prompt": "a", "chosen": "b"}], **common)
+    with pytest.raises(DatasetError, match=r"train_dataset, row 1: .*`label`, and model\.loss=dpo compares two"):
+        DPOTrainer(model_path, train_dataset=LABELED, **common)
+    with pytest.raises(DatasetError, match=r"train_dataset, row 1: .*`label`, and a reward model compares two"):
+        RewardTrainer(model_path, train_dataset=LABELED, **common)
     with pytest.raises(ConfigError, match="does not exist"):
         SFTTrainer(tmp_path / "none", train_dataset=ROWS, **common)
     with pytest.raises(ConfigError, match=r"config.json' does not exist or is a file: give a folder"):

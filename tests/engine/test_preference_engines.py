@@ -1,8 +1,10 @@
 """Critic, reward model and preference engines: equal to plain transformers, and over ranks."""
 
+import math
+
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.cli_args import PPOCriticConfig, PreferenceConfig
 from arealite.api.errors import DatasetError, TrainingError
@@ -189,6 +191,67 @@ def test_kto_baseline_is_the_mean_over_mismatched_rows(model_dirs):
     assert engine._kto_baseline(batch) == pytest.approx(sum(deltas) / 8, rel=1e-4)
     with pytest.raises(TrainingError, match="with_mismatched"):
         engine.train_dpo(select_rows(batch, list(range(8))))
+
+
+def answer_batch():
+    """Single answers, five good and three bad ones."""
+    batch = random_batch(LENGTHS)
+    batch["pair_ids"] = torch.arange(1, 9)
+    batch["is_chosen"] = torch.tensor([1, 1, 0, 1, 0, 1, 0, 1])
+    return batch
+
+
+def test_kto_of_single_answers_equals_the_formula_of_the_paper(model_dirs):
+    """The loss in float64, with a plain model, one answer after the other; the KL from shifted answers (§4.1)."""
+    engine = dpo_engine(model_dirs["qwen2"], "kto", beta=0.3)
+    plain = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"], dtype=torch.float64)
+    singles = answer_batch()
+    batch = with_mismatched(singles)
+    assert batch["pair_ids"].tolist() == [*range(1, 9), *[-1] * 8]
+    noise = torch.rand(batch["loss_mask"].shape, generator=torch.Generator().manual_seed(4))
+    batch["ref_logp"] = engine.forward(batch)["logp"] - 0.4 * noise
+
+    def delta(prompt, answer, reference):
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor([prompt + answer])).logits[0]
+        logp = logits.log_softmax(-1)
+        total = sum(logp[len(prompt) + i - 1, token].item() for i, token in enumerate(answer))
+        return total - sum(reference[len(prompt) : len(prompt) + len(answer)].tolist())
+
+    parts = []
+    for row, length in enumerate(LENGTHS):
+        ids, start = singles["input_ids"][row, :length].tolist(), int(singles["loss_mask"][row].argmax())
+        parts.append((ids[:start], ids[start:]))
+    shifted = zip(range(8), [*range(1, 8), 0], strict=True)
+    kl = max(0.0, sum(delta(parts[i][0], parts[j][1], batch["ref_logp"][8 + i]) for i, j in shifted) / 8)
+    assert kl > 0.1
+    expected = 0.0
+    for row, good in enumerate(singles["is_chosen"].tolist()):
+        gain = 0.3 * (delta(parts[row][0], parts[row][1], batch["ref_logp"][row]) - kl) * (1 if good else -1)
+        expected += (1 - 1 / (1 + math.exp(-gain))) / 8
+    assert engine.evaluate_dpo(batch)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_single_answers_are_learned(model_dirs):
+    engine = dpo_engine(model_dirs["qwen2"], "kto", lr=3e-3)
+    batch = with_mismatched(answer_batch())
+    reference = batch["ref_logp"] = engine.forward(batch)["logp"]
+    first = engine.evaluate_dpo(batch)
+    for _ in range(10):
+        stats = engine.train_dpo(batch)
+    change = ((engine.forward(batch)["logp"] - reference) * batch["loss_mask"]).sum(1)[:8]
+    good = batch["is_chosen"][:8].bool()
+    # The policy is the reference: 1 − σ(0).
+    assert first["loss"] == pytest.approx(0.5, abs=1e-4) and stats["loss"] < 0.45
+    assert change[good].mean() > change[~good].mean()
+
+
+def test_single_answers_beside_pairs_are_mismatched_within_their_side():
+    batch = random_batch([6, 7, 8])
+    batch |= {"pair_ids": torch.tensor([1, 1, 2]), "is_chosen": torch.tensor([1, 0, 1])}
+    assert with_mismatched(batch)["pair_ids"].tolist() == [1, 1, 2, -1, -1]
+    one_of_each = random_batch([6, 7]) | {"pair_ids": torch.tensor([1, 2]), "is_chosen": torch.tensor([1, 0])}
+    assert with_mismatched(one_of_each)["pair_ids"].tolist() == [1, 2, -1, -1]
 
 
 def _dpo_on_rank(rank, path):

@@ -82,6 +82,20 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
     assert steps[7]["eval/valid/loss"] < first["eval/valid/loss"] and steps[7]["eval/valid/accuracy"] == 1
 
 
+def test_kto_trains_on_single_answers(model_path, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    rows = [{"prompt": f"{i}: ", "completion": ["bad", "good"][i % 3 > 0], "label": i % 3 > 0} for i in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"trainer.dpo.{part}.path={model_path}" for part in ("model", "ref")]
+    keys += [f"trainer.dpo.{part}.dtype=float32" for part in ("model", "ref")]
+    keys += ["trainer.dpo.model.loss=kto", "trainer.dpo.model.optimizer.lr=1e-2", "trainer.type=dpo"]
+    data = [f"{name}.path={path}" for name in ("train_dataset", "valid_dataset")]
+    cli(tmp_path, *keys, *data, "train_dataset.batch_size=3", "allocation_mode=d1", "total_train_epochs=4",
+        "evaluator.freq_epochs=4")  # fmt: skip
+    first, *steps = read_stats(RunDir(tmp_path / "arealite" / "dpo"))
+    assert first["eval/valid/loss"] == pytest.approx(0.5, abs=1e-4) and steps[-1]["eval/valid/loss"] < 0.45
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "servers"),
     [("grpo", "grpo", True), ("null", "eval", True), ("sft", "sft", False), ("rw", "rw", False)],

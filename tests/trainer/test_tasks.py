@@ -191,6 +191,19 @@ def test_too_few_rows_are_refused_before_anything_starts(tmp_path, kind, argv, m
     check(tmp_path, kind, *keys)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_single_answers_with_a_label_are_checked_for_the_loss(tmp_path, streaming):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1?", "completion": "2", "label": true}\n' * 4)
+    keys = [f"train_dataset.path={path}", f"valid_dataset.path={path}", f"train_dataset.streaming={streaming}"]
+    keys += ["train_dataset.batch_size=2", "trainer.dpo.ref.path=x"]
+    check(tmp_path, "dpo", *keys, "trainer.dpo.model.loss=kto")
+    with pytest.raises(DatasetError, match=r"row 1: .*`label`, and model\.loss=dpo compares two"):
+        check(tmp_path, "dpo", *keys)
+    with pytest.raises(DatasetError, match=r"row 1: .*`label`, and a reward model compares two"):
+        check(tmp_path, "rw", *keys[:-1])
+
+
 def test_a_mixture_has_the_rows_of_all_its_sets(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"q": "1+1?", "a": "2"}\n' * 2)

@@ -1,6 +1,7 @@
 """Preference pairs in packed micro-batches: checks them and matches chosen with rejected rows.
 
-`pair_ids` is positive for the rows of a pair, 0 for a filler and −1 for a mismatched row; `is_chosen` is the side.
+`pair_ids` is positive for the rows of a pair, 0 for a filler and −1 for a mismatched row; `is_chosen` is the side. For
+KTO a pair may have one row only.
 """
 
 import torch
@@ -24,10 +25,15 @@ def check_pairs(batch: Batch) -> None:
 
 
 def with_mismatched(batch: Batch) -> Batch:
-    """Add rows for KTO's baseline: each prompt with an answer to another (`pair_ids` −1)."""
-    rows = []
-    for side in batch["is_chosen"].unique().tolist():
-        members = ((batch["is_chosen"] == side) & (batch["pair_ids"] > 0)).nonzero().flatten()
+    """Add rows for KTO's baseline: each prompt with the answer of the next row (`pair_ids` −1).
+
+    In a batch with pairs it is the next row of the same side: that of the other side may answer the same prompt.
+    """
+    rows, real = [], batch["pair_ids"] > 0
+    has_pairs = len(batch["pair_ids"][real].unique()) < int(real.sum())
+    groups = batch["is_chosen"] if has_pairs else torch.zeros_like(batch["is_chosen"])
+    for group in groups.unique().tolist():
+        members = ((groups == group) & real).nonzero().flatten()
         for row, other in zip(members.tolist(), members.roll(-1).tolist(), strict=True):
             if row != other:
                 rows.append(_joined(batch, row, other))
