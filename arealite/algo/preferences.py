@@ -40,14 +40,22 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     return (chosen - rejected - 1.0 / (2.0 * beta)).square().sum()
 
 
-def kto_loss(delta: Tensor, is_chosen: Tensor, baseline: Tensor | float, beta: float) -> Tensor:
+def kto_loss(
+    delta: Tensor,
+    is_chosen: Tensor,
+    baseline: Tensor | float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
     """KTO (arXiv 2402.01306): single answers `[B]` instead of pairs.
 
-    `Σ 1 − σ(β(Δ − z))` if chosen, `Σ 1 − σ(β(z − Δ))` if rejected. `z ≥ 0` is the KL from the reference, estimated on
-    the batch before the step and not differentiated.
+    `Σ w_D·(1 − σ(β(Δ − z)))` if chosen, `Σ w_U·(1 − σ(β(z − Δ)))` if rejected. `z ≥ 0` is the KL from the reference,
+    estimated on the batch before the step and not differentiated. The weights are the paper's λ_D and λ_U.
     """
     sign = torch.where(is_chosen.bool(), 1.0, -1.0)
-    return (1.0 - torch.sigmoid(beta * sign * (delta - baseline))).sum()
+    weight = torch.where(is_chosen.bool(), desirable_weight, undesirable_weight)
+    return (weight * (1.0 - torch.sigmoid(beta * sign * (delta - baseline)))).sum()
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, nll: Tensor, beta: float) -> Tensor:

@@ -282,11 +282,16 @@ class PreferenceConfig(TrainEngineConfig):
     loss: str = _choice("Which preference loss.", "dpo", "ipo", "kto", "orpo", "simpo")
     beta: float = _help("Strength of the pull to the reference (simpo: of the margin).", 0.1, POSITIVE)
     margin: float = _help("simpo: target margin between chosen and rejected.", 0.0, ANY_NUMBER)
+    desirable_weight: float = _help("kto: weight of good answers in the loss.", 1.0, POSITIVE)
+    undesirable_weight: float = _help("kto: weight of bad answers in the loss.", 1.0, POSITIVE)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.margin and self.loss != "simpo":
             yield f"margin={self.margin} is of loss=simpo only, not of {self.loss}"
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) != 1 and self.loss != "kto":
+                yield f"{name}={getattr(self, name)} is of loss=kto only, not of {self.loss}"
 
     @property
     def needs_reference(self) -> bool:

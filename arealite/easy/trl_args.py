@@ -39,6 +39,11 @@ _SAME_RL = {
     "beta": "actor.kl_loss_coef",
     "entropy_coef": "actor.entropy_coef",
 }
+_SAME_PREFERENCES = {
+    "beta": "model.beta",
+    "desirable_weight": "model.desirable_weight",
+    "undesirable_weight": "model.undesirable_weight",
+}
 # Fields that other fields decide about, or that are translated by a function below.
 _READ = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
@@ -113,7 +118,7 @@ Keys = dict[str, Any]
 
 def field_names(is_rl: bool = True) -> set[str]:
     """Return the fields of TRL's arguments that are translated or refused."""
-    return _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL.keys() if is_rl else set())
+    return _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL if is_rl else _SAME_PREFERENCES).keys()
 
 
 def is_field(name: str, is_rl: bool = True) -> bool:
@@ -323,9 +328,7 @@ def _objective(fields: Fields) -> Keys:
 def _preference(fields: Fields) -> Keys:
     kind = fields.get("loss_type")
     kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-    found: Keys = {}
-    if fields.get("beta") is not None:
-        found["model.beta"] = fields["beta"]
+    found: Keys = {key: fields[name] for name, key in _SAME_PREFERENCES.items() if fields.get(name) is not None}
     if isinstance(kind, str) and kind not in ("nll", "chunked_nll"):
         if kind not in _PREFERENCES:
             raise ConfigError(f"loss_type={kind!r} has no counterpart: use sigmoid, ipo or kto, or set model.loss")

@@ -35,13 +35,14 @@ def test_pair_losses_equal_their_formula(ours, naive):
     assert ours.item() == pytest.approx(sum(naive(c, r) for c, r in PAIRS), rel=1e-5)
 
 
-def test_kto_equals_its_formula():
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.25)])
+def test_kto_equals_its_formula(weights):
     sides = torch.arange(9) % 3 == 0
-    ours = kto_loss(CHOSEN, sides, 0.4, beta=0.5).item()
+    ours = kto_loss(CHOSEN, sides, 0.4, 0.5, *weights).item()
     expected = 0.0
     for delta, good in zip(CHOSEN.tolist(), sides.tolist(), strict=True):
         gain = 0.5 * (delta - 0.4) if good else 0.5 * (0.4 - delta)
-        expected += 1 - 1 / (1 + math.exp(-gain))
+        expected += weights[0 if good else 1] * (1 - 1 / (1 + math.exp(-gain)))
     assert ours == pytest.approx(expected, rel=1e-5)
 
 

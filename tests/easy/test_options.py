@@ -123,6 +123,8 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
             {"cls": DPOConfig, "model.loss": "kto", "per_device_train_batch_size": 1},
             "batch_size=1 gives ranks one row, and model.loss=kto compares rows: double it",
         ),
+        ({"cls": DPOConfig, "desirable_weight": 2.0}, "desirable_weight=2.0 is of loss=kto only, not of dpo"),
+        ({"desirable_weight": 2.0}, "unknown argument 'desirable_weight'"),
         ({"load_best_model_at_end": True}, "unknown key 'load_best_model_at_end'"),
     ],
 )
@@ -285,6 +287,8 @@ def test_supervised_arguments():
     config = make(DPOConfig, beta=0.2, loss_type=["ipo"])
     assert (config.model.beta, config.model.loss, config.ref.path) == (0.2, "ipo", "org/model")
     assert make(DPOConfig, **{"model.loss": "simpo"}).ref is None
+    model = make(DPOConfig, {"loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}).model
+    assert (model.loss, model.desirable_weight, model.undesirable_weight) == ("kto", 1.5, 0.5)
     config = make(SFTConfig, learning_rate=np.float64(0.5), seed=np.int64(3), per_device_train_batch_size=np.int64(4))
     assert (config.model.optimizer.lr, config.seed, config.train_dataset.batch_size) == (0.5, 3, 4)
     # What is trained on without them.

@@ -203,7 +203,9 @@ def answer_batch():
 
 def test_kto_of_single_answers_equals_the_formula_of_the_paper(model_dirs):
     """The loss in float64, with a plain model, one answer after the other; the KL from shifted answers (§4.1)."""
-    engine = dpo_engine(model_dirs["qwen2"], "kto", beta=0.3)
+    weights = {1: 1.25, 0: 2.0}
+    names = {"desirable_weight": weights[1], "undesirable_weight": weights[0]}
+    engine = dpo_engine(model_dirs["qwen2"], "kto", beta=0.3, **names)
     plain = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"], dtype=torch.float64)
     singles = answer_batch()
     batch = with_mismatched(singles)
@@ -228,7 +230,7 @@ def test_kto_of_single_answers_equals_the_formula_of_the_paper(model_dirs):
     expected = 0.0
     for row, good in enumerate(singles["is_chosen"].tolist()):
         gain = 0.3 * (delta(parts[row][0], parts[row][1], batch["ref_logp"][row]) - kl) * (1 if good else -1)
-        expected += (1 - 1 / (1 + math.exp(-gain))) / 8
+        expected += weights[good] * (1 - 1 / (1 + math.exp(-gain))) / 8
     assert engine.evaluate_dpo(batch)["loss"] == pytest.approx(expected, rel=1e-5)
 
 

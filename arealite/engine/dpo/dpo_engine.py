@@ -78,7 +78,8 @@ def preference_loss(
     filler = 0.0 * logp.sum()
     if config.loss == "kto":
         real = mb["pair_ids"] > 0
-        loss = kto_loss(scores[real], mb["is_chosen"][real], baseline, config.beta)
+        weights = config.desirable_weight, config.undesirable_weight
+        loss = kto_loss(scores[real], mb["is_chosen"][real], baseline, config.beta, *weights)
         return loss + filler, {"delta": Stat(scores[real].detach().sum(), real.sum())}
     chosen, rejected = split_pairs(scores, mb)
     if config.loss == "dpo":
