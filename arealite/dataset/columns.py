@@ -19,6 +19,7 @@ Tools = list[dict[str, Any]] | None
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 _MISSING = object()
 _SYSTEM_ROLES = ("system", "developer")
+_SHAREGPT = "write `from` as `role` (human as user, gpt as assistant) and `value` as `content`"
 
 
 def apply_columns(row: Row, columns: Mapping[str, str]) -> Row:
@@ -58,10 +59,23 @@ def check_messages(name: str, messages: Any) -> Messages:
         raise ValueError(f"`{name}` must be {kinds}, not {str(messages)[:40] or type(messages)!r}")
     for message in messages:
         if not _is_message(message):
+            advice = f": {_SHAREGPT}" if _is_sharegpt(message) else ""
             raise ValueError(
-                f"`{name}` has a message that is not {{'role': text, 'content': text}}: {str(message)[:80]}"
+                f"`{name}` has a message that is not {{'role': text, 'content': text}}: {str(message)[:80]}{advice}"
             )
     return messages
+
+
+def advise_messages(row: Row) -> str | None:
+    """Return what to do about a conversation that has another name or layout; None if the row has none."""
+    for name, value in row.items():
+        first = value[0] if isinstance(value, list) and value else {}
+        if _is_sharegpt(first):
+            return f"`{name}` has `from` and `value`, as ShareGPT: {_SHAREGPT}, as the column `messages`"
+        # One that begins with the assistant is an answer.
+        if _is_message(first) and first["role"] != "assistant":
+            return f"Set columns.messages={name}, or rename that column to `messages`"
+    return None
 
 
 def read_tools(row: Row) -> Row:
@@ -86,6 +100,10 @@ def refuse_images(row: Row) -> None:
             "it has `images`, and this trainer reads texts only: remove the column, or train with a script and "
             "collate_vision_sft (docs/vision.md)"
         )
+
+
+def _is_sharegpt(message: Any) -> bool:
+    return isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys()
 
 
 def _is_message(message: Any) -> bool:

@@ -18,6 +18,7 @@ from arealite.dataset.chat import render
 from arealite.dataset.columns import (
     Messages,
     Row,
+    advise_messages,
     apply_columns,
     check_messages,
     join_texts,
@@ -108,9 +109,12 @@ class PromptMaker:
                 kind = type(row["prompt"]).__name__ if row["prompt"] != "" else "empty"
                 raise ValueError(f"`prompt` must be text, not {kind}: set columns.prompt to a column with text")
         elif "input_ids" not in row:
+            advice = advise_messages(row) or (
+                "Set columns.prompt to the column of the question (and columns.answer to that of the answer), or "
+                "`task` to a built-in one"
+            )
             raise ValueError(
-                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row))}. Set columns.prompt "
-                "to the column of the question (and columns.answer to that of the answer), or `task` to a built-in one"
+                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row))}. {advice}"
             )
         return row
 

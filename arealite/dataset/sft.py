@@ -14,6 +14,7 @@ from arealite.api.io_struct import Batch
 from arealite.dataset.chat import tokenize_chat
 from arealite.dataset.columns import (
     Row,
+    advise_messages,
     apply_columns,
     check_messages,
     map_rows,
@@ -111,9 +112,10 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
             return {"messages": row["messages"], **read_tools(row)}
     missing = [name for name in ("prompt", "response") if name not in row]
     if missing:
+        advice = advise_messages(row) if "prompt" in missing else None
         raise ValueError(
             "supervised training needs `messages`, or `prompt` and `response`; its columns are "
-            f"{', '.join(map(str, row))}. Set columns.{missing[0]}"
+            f"{', '.join(map(str, row))}. {advice or f'Set columns.{missing[0]}'}"
         )
     if isinstance(row["prompt"], list) and isinstance(row["response"], list):
         refuse_template(config)

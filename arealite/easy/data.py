@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import DatasetError
-from arealite.dataset.columns import apply_columns, map_rows
+from arealite.dataset.columns import advise_messages, apply_columns, map_rows
 from arealite.easy.rewards import ASKED
 
 Row = dict[str, Any]
@@ -85,10 +85,12 @@ def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_pro
         if asked is None and "prompt" in row:
             raise ValueError("its `prompt` is None: remove the row, or give it a text or a list of messages")
         if asked is None:
-            raise ValueError(
-                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row)) or 'none'}. "
+            advice = advise_messages(row) or (
                 "Rename the column of the question to `prompt`, or pass "
                 f"config={{{section!r}: {{'columns': {{'prompt': …}}}}}}"
+            )
+            raise ValueError(
+                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row)) or 'none'}. {advice}"
             )
         if "prompt" in row:
             # Messages beside a prompt may have its answer.

@@ -70,6 +70,20 @@ def test_only_turns_of_the_assistant_are_trained(template, pieces):
     assert trained(row, tokenizer)[0] == pieces[-1][-1:]
 
 
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"conversations": CHAT}, r"\. Set columns\.messages=conversations, or rename that column to `messages`"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "write `from` as `role` .* as the column `messages`"),
+        ({"prompt": [CHAT[1]], "completion": [CHAT[2]]}, r"\. Set columns\.response"),
+        ({"question": "a", "response": "b"}, r"\. Set columns\.prompt"),
+    ],
+)
+def test_the_column_of_a_conversation_is_named(tokenizer, row, advice):
+    with pytest.raises(DatasetError, match=advice):
+        get_sft(DatasetConfig(path="x"), tokenizer, raw=[row])
+
+
 def test_an_empty_answer_is_an_end_token_behind_its_prompt():
     tokenizer = make_tokenizer()
     # Writes nothing behind an answer.

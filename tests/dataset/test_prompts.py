@@ -105,6 +105,10 @@ def test_the_length_limit_is_exact(load, tokenizer, chat):
     ("row", "options", "message"),
     [
         ({"q": 1}, {}, r"row 1: it has no `prompt` and no `messages`; its columns are q. Set columns.prompt"),
+        ({"id": 3, "conversations": [{"role": "user", "content": "x"}]}, {}, r"\. Set columns\.messages=conversations"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, {}, "ShareGPT: write `from` as `role` .*human as user"),
+        ({"completion": [{"role": "assistant", "content": "x"}]}, {}, r"\. Set columns\.prompt"),
+        ({"messages": [{"from": "human", "value": "x"}]}, {}, "row 1: `messages` has .*: write `from` as `role`"),
         ({"q": 1}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not int: set columns.prompt"),
         ({"q": ""}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not empty"),
         ({"messages": "Hi"}, {}, "row 1: `messages` must be a list of messages, not 'Hi'"),

@@ -56,3 +56,5 @@ def test_columns_that_are_none_beside_another_layout_do_not_count():
 def test_rows_without_a_prompt_name_the_key_of_their_own_dataset(name, key):
     with pytest.raises(DatasetError, match=f"{name}, row 1: it has no `prompt` .* config={{'{key}': "):
         as_prompts([{"question": "1+1?"}], name, {}, keeps_prompt=False)
+    with pytest.raises(DatasetError, match=rf"{name}, row 1: .*Set columns\.messages=talk, or rename that column"):
+        as_prompts([{"talk": [{"role": "user", "content": "1+1?"}]}], name, {}, keeps_prompt=False)
