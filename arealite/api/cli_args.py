@@ -301,7 +301,8 @@ class DPOConfig(BaseExperimentConfig):
         if not self.model.needs_reference and self.ref is not None:
             yield f"model.loss={self.model.loss} has no reference policy: leave ref out (ref=null)"
         if self.model.loss == "kto" and (size := self.train_dataset.batch_size) < 2 * self.num_shares:
-            yield f"train_dataset.batch_size={size} gives ranks one row, and model.loss=kto compares rows: double it"
+            wrong = f"train_dataset.batch_size={size} is one row for each data-parallel rank"
+            yield f"{wrong}, and model.loss=kto compares rows: set it to {2 * size} or more"
 
 
 @dataclass

@@ -31,6 +31,21 @@ def check_num_rows(num_rows: int, config: DatasetConfig) -> None:
         )
 
 
+def check_training_rows(config: BaseExperimentConfig, num_rows: int) -> None:
+    """Raise `DatasetError` if the training data has too few rows for a batch, or for the loss."""
+    if num_rows < 2 * config.num_shares and _compares_rows(config):
+        raise DatasetError(
+            f"the dataset {config.train_dataset.path or 'of train_datasets'} has {num_rows} rows, and model.loss=kto, "
+            f"which compares the answers of different rows, needs {2 * config.num_shares} or more (2 for each "
+            "data-parallel rank): add rows"
+        )
+    check_num_rows(num_rows, config.train_dataset)
+
+
+def _compares_rows(config: BaseExperimentConfig) -> bool:
+    return isinstance(config, DPOConfig) and config.model.loss == "kto"
+
+
 def check_valid_rows(config: BaseExperimentConfig, name: str, num_rows: int) -> None:
     """Raise `DatasetError` if a validation set of supervised training has too few rows for all ranks."""
     if num_rows < config.num_shares:
@@ -38,7 +53,7 @@ def check_valid_rows(config: BaseExperimentConfig, name: str, num_rows: int) -> 
             f"the validation set {name} has {num_rows} rows, and each of {config.num_shares} data-parallel ranks "
             "needs one: add rows"
         )
-    if num_rows == config.num_shares and isinstance(config, DPOConfig) and config.model.loss == "kto":
+    if num_rows == config.num_shares and _compares_rows(config):
         raise DatasetError(
             f"the validation set {name} has {num_rows} rows, one for each data-parallel rank, and model.loss=kto "
             "compares the answers of different rows: add rows"

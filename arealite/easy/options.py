@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, GRPOConfig
 from arealite.api.errors import ConfigError
-from arealite.dataset.loader import check_num_rows
+from arealite.dataset.loader import check_training_rows
 from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
 from arealite.utils.config import load_plain, merge_sources
 from arealite.utils.config_help import nearest_text
@@ -205,12 +205,12 @@ def _needs_reference(given: Given, cls: type[BaseExperimentConfig]) -> bool:
 def fit_to_rows(config: C, given: Given, num_rows: int) -> C:
     """Fill in what depends on the number of rows and is not given: batch size, epochs and warm-up.
 
-    Raises `DatasetError` for a batch size that was given and is more than the rows.
+    Raises `DatasetError` for a batch size that was given and is more than the rows, and for too few rows.
     """
     data = config.train_dataset
     if given.get("train_dataset.batch_size") is None and num_rows < data.batch_size:
         data = dataclasses.replace(data, batch_size=num_rows)
-    check_num_rows(num_rows, data)
+    check_training_rows(dataclasses.replace(config, train_dataset=data), num_rows)
     per_epoch = num_rows // data.batch_size
     epochs, steps = config.total_train_epochs, config.total_train_steps
     if epochs is None:

@@ -23,7 +23,7 @@ from arealite.api.rollout_api import find_workflow, load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
-from arealite.dataset.loader import check_num_rows, check_valid_rows
+from arealite.dataset.loader import check_training_rows, check_valid_rows
 from arealite.dataset.order import Mixture
 from arealite.dataset.preference import loss_of, preference_loader, read_preference
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, load_prompts
@@ -205,7 +205,7 @@ def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
         for key, data in (_by_key("train_dataset", training) if kind else ())
     ]
     if counts and None not in counts:
-        check_num_rows(sum(count or 0 for count in counts), config.train_dataset)
+        check_training_rows(config, sum(count or 0 for count in counts))
     sets = _by_key("valid_dataset", {} if config.valid_dataset is None else {"": config.valid_dataset})
     sets += _by_key("valid_dataset", config.valid_datasets)
     for (key, data), name in zip(sets, config.validation_sets, strict=True):

@@ -121,7 +121,7 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
         ({"cls": SFTConfig, "valid_dataset": {"path": "x", "few_shot": 2}}, "few_shot is for prompts"),
         (
             {"cls": DPOConfig, "model.loss": "kto", "per_device_train_batch_size": 1},
-            "batch_size=1 gives ranks one row, and model.loss=kto compares rows: double it",
+            "batch_size=1 is one row for each .* rank, and model.loss=kto compares rows: set it to 2 or more",
         ),
         ({"cls": DPOConfig, "desirable_weight": 2.0}, "desirable_weight=2.0 is of loss=kto only, not of dpo"),
         ({"desirable_weight": 2.0}, "unknown argument 'desirable_weight'"),

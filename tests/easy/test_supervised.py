@@ -54,6 +54,9 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
         SFTTrainer(model_path, train_dataset=ANSWERS, processing_class=str(model_path), **common)
     with pytest.raises(DatasetError, match=r"valid has 1 rows.* model\.loss=kto compares the answers of different"):
         DPOTrainer(model_path, train_dataset=PAIRS, eval_dataset=PAIRS[:1], **{"model.loss": "kto"}, **common)
+    for rows in (PAIRS, LABELED):
+        with pytest.raises(DatasetError, match=r"train_dataset has 1 rows, and model\.loss=kto, .* needs 2 or more"):
+            DPOTrainer(model_path, train_dataset=rows[:1], **{"model.loss": "kto"}, **common)
     assert not (tmp_path / "runs").exists()
 
 

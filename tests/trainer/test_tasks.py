@@ -169,6 +169,12 @@ PROMPTS = "train_dataset.columns={prompt: q, answer: a, response: a, chosen: q, 
         ),
         (
             "dpo",
+            ["train_dataset.batch_size=4", "trainer.dpo.model.loss=kto", "trainer.dpo.ref.path=x",
+             "allocation_mode=d2"],
+            r"rows.jsonl has 3 rows, and model\.loss=kto, .* needs 4 or more \(2 for each data-parallel rank\)",
+        ),
+        (
+            "dpo",
             ["train_dataset.batch_size=2", "trainer.dpo.model.loss=kto", "trainer.dpo.ref.path=x",
              "valid_dataset.columns={chosen: q, rejected: a, prompt: q}"],
             "set valid has 1 rows, one for each data-parallel rank, and model.loss=kto compares",
