@@ -2,8 +2,8 @@
 
 Three layouts of pairs are read: texts with a `prompt` column; whole dialogues in `chosen` and `rejected`, as in
 HH-RLHF; and messages (`[{"role": …, "content": …}]`), with or without a `prompt`, which go through the tokenizer's
-chat template. A single answer is a `prompt`, a `completion` (texts or messages) and a `label`. It becomes a pair with
-one side: `chosen` if the label is true, else `rejected`.
+chat template. Reward models also take whole texts without a prompt. A single answer is a `prompt`, a `completion`
+(texts or messages) and a `label`. It becomes a pair with one side: `chosen` if the label is true, else `rejected`.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,8 @@ def get_preferences(
 ) -> Sequence[Row]:
     """Load pairs: `chosen` and `rejected`, each with `input_ids` and a `loss_mask` on the answer.
 
-    `raw`: rows that are in memory, to make them of. `loss`: for kto a row may have one answer, which is one of both.
+    `raw`: rows that are in memory, to make them of. `loss`: for kto a row may have one answer, which is one of both;
+    for rw, texts need no prompt.
     """
 
     def make(row: Row) -> list[Row]:
@@ -77,7 +78,7 @@ def read_preference(raw: Row, config: DataSourceConfig, loss: str) -> Row:
             "compares two: use the DPO trainer with model.loss=kto, or make rows with a `prompt`, an answer whose "
             "label is true as `chosen`, and one to the same prompt whose label is false as `rejected`"
         )
-    return _read_pair(row, config, missing)
+    return _read_pair(row, config, missing, loss)
 
 
 def _read_answer(row: Row, config: DataSourceConfig) -> Row:
@@ -100,7 +101,7 @@ def _read_answer(row: Row, config: DataSourceConfig) -> Row:
     return {"prompt": fill_prompt(config.prompt_template or "{prompt}", prompt, config), side: answer}
 
 
-def _read_pair(row: Row, config: DataSourceConfig, missing: list[str]) -> Row:
+def _read_pair(row: Row, config: DataSourceConfig, missing: list[str], loss: str) -> Row:
     if missing:
         raise ValueError(
             f"a pair needs the columns {' and '.join(_SIDES)}; it lacks {' and '.join(missing)} and has "
@@ -114,7 +115,9 @@ def _read_pair(row: Row, config: DataSourceConfig, missing: list[str]) -> Row:
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **read_tools(row)}
     _require_texts(prompt="" if prompt is None else prompt, chosen=chosen, rejected=rejected)
     if prompt is None:
-        prompt, chosen, rejected = split_dialogues(chosen, rejected)
+        # A reward model scores a text as a whole, so that it needs no border between prompt and answer.
+        is_dialogue = loss != "rw" or _ASSISTANT_TURN in chosen + rejected
+        prompt, chosen, rejected = split_dialogues(chosen, rejected) if is_dialogue else ("", chosen, rejected)
         template = "{prompt}"
     else:
         template = config.prompt_template or "{prompt}"

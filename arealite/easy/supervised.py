@@ -86,7 +86,8 @@ def _read_conversation(row: Row) -> Row:
 class _OnPairs(_Supervised):
     """Rows have `chosen` and `rejected`: texts with a `prompt`, dialogues, or messages.
 
-    With model.loss=kto they may have a `prompt`, a `completion` and a `label` instead.
+    With model.loss=kto they may have a `prompt`, a `completion` and a `label` instead; texts for a reward model need no
+    `prompt`.
     """
 
     def load(self, data: list[Row] | str, config: Any) -> Any:

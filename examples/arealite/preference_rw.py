@@ -18,7 +18,7 @@ from arealite.utils.config import load_config, run_main
 def main(argv: list[str]) -> None:
     config = load_config(argv, RWConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows = get_preferences(config.train_dataset, tokenizer)
+    rows = get_preferences(config.train_dataset, tokenizer, loss="rw")
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
     engine = make_engine(FSDPRWEngine, config.model, AllocationMode.from_str(config.allocation_mode).train)

@@ -47,6 +47,28 @@ def test_whole_dialogues_are_split_at_their_last_shared_turn(load, tokenizer):
     assert texts(two["chosen"], tokenizer)[0] == "\n\nHuman: hi\n\nAssistant:"
 
 
+def test_whole_texts_are_pairs_for_reward_models_only(load, tokenizer):
+    row = {"chosen": "ab c", "rejected": "ab d"}
+    (pair,) = load(row, loss="rw")
+    assert [texts(pair[side], tokenizer) for side in ("chosen", "rejected")] == [("", "ab c<eos>"), ("", "ab d<eos>")]
+    assert load({**row, "prompt": None}, loss="rw") == [pair]
+    for loss in ("dpo", "kto"):
+        with pytest.raises(DatasetError, match=r"row 1: there is no `prompt`, and .*: add the column `prompt`"):
+            load(row, loss=loss)
+    # Dialogues are split as for DPO.
+    dialogue = {"chosen": "\n\nHuman: hi\n\nAssistant: a", "rejected": "\n\nHuman: hi\n\nAssistant: b"}
+    assert load(dialogue, loss="rw") == load(dialogue)
+
+
+def test_messages_without_a_prompt_are_split_where_they_differ(load, tokenizer):
+    before = [USER, GOOD, {"role": "user", "content": "more"}]
+    for loss in ("dpo", "kto", "rw"):
+        (pair,) = load({"chosen": [*before, GOOD], "rejected": [*before, BAD]}, loss=loss)
+        prompt = "<user>hi\n<assistant>hello\n<user>more\n<assistant>"
+        assert texts(pair["chosen"], tokenizer) == (prompt, "hello\n<eos>")
+        assert texts(pair["rejected"], tokenizer) == (prompt, "go\n<eos>")
+
+
 @pytest.mark.parametrize(
     "row",
     [

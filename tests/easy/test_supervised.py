@@ -23,6 +23,15 @@ def test_supervised_trainers(model_path, tmp_path):
     kto = DPOTrainer(train_dataset=LABELED, eval_dataset=LABELED[:4], loss_type="kto", **common).train()
     assert kto.history[-1]["loss"] < 0.49 and kto.history[-1]["eval/valid/loss"] < 0.49
     assert RewardTrainer(train_dataset=PAIRS, **common).train().model.config.num_labels == 1
+    whole = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + "no"} for row in PAIRS]
+    assert RewardTrainer(train_dataset=whole, **common).train().history[-1]["accuracy"] == 1.0
+    chats = [
+        {side: [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+         for side in ("chosen", "rejected")}
+        for row in PAIRS
+    ]  # fmt: skip
+    assert DPOTrainer(train_dataset=chats, **common).train().history[-1]["loss"] < 0.69
+    assert RewardTrainer(train_dataset=chats, **common).train().history[-1]["accuracy"] == 1.0
 
 
 @pytest.mark.slow
