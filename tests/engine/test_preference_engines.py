@@ -256,6 +256,18 @@ def test_single_answers_beside_pairs_are_mismatched_within_their_side():
     assert with_mismatched(one_of_each)["pair_ids"].tolist() == [1, 2, -1, -1]
 
 
+def test_a_mismatched_answer_of_several_turns_is_moved_as_a_whole():
+    batch = random_batch([5, 8])
+    # The second answer has two trained turns with a message between them.
+    batch |= {"pair_ids": torch.tensor([1, 2]), "is_chosen": torch.tensor([1, 0])}
+    batch["loss_mask"] = torch.tensor([[0, 0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0, 1, 1]])
+    made, ids = with_mismatched(batch), batch["input_ids"]
+    assert made["input_ids"][2].tolist() == [*ids[0, :3], *ids[1, 2:]]
+    assert made["loss_mask"][2].tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert made["input_ids"][3, :4].tolist() == [*ids[1, :2], *ids[0, 3:5]]
+    assert made["loss_mask"][3].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0]
+
+
 def _dpo_on_rank(rank, path):
     engine = dpo_engine(path, "dpo")
     losses = []

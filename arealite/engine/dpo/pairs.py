@@ -43,10 +43,11 @@ def with_mismatched(batch: Batch) -> Batch:
 def _joined(batch: Batch, prompt_row: int, answer_row: int) -> Batch:
     """Return the prompt of one row with the answer of another, as a batch of one row."""
     one, other = (select_rows(batch, [row]) for row in (prompt_row, answer_row))
-    prompt = int(one["attention_mask"].sum() - one["loss_mask"].sum())
-    answer = other["loss_mask"].bool()
-    ids = torch.cat([one["input_ids"][:, :prompt], other["input_ids"][answer][None]], dim=1)
-    trained = torch.cat([torch.zeros_like(ids[:, :prompt]), other["loss_mask"][answer][None]], dim=1)  # fmt: skip
+    # Between trained turns an answer may have other messages.
+    prompt, start = (int(row["loss_mask"][0].argmax()) for row in (one, other))
+    tokens, mask = (other[key][:, start:] for key in ("input_ids", "loss_mask"))
+    ids = torch.cat([one["input_ids"][:, :prompt], tokens], dim=1)
+    trained = torch.cat([torch.zeros_like(ids[:, :prompt]), mask], dim=1)
     new = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": trained}
     return {k: new.get(k, v) for k, v in one.items()} | {"pair_ids": torch.full((1,), -1)}
 
