@@ -110,25 +110,55 @@ def check(request: ChatRequest) -> ChatRequest:
 
 
 def set_tool_choice(request: ChatRequest, given: Any) -> None:
-    """Read a `tool_choice`: auto, none, required, or an object that names a tool."""
+    """Read a `tool_choice`: auto, none, required, or an object that names a tool or the allowed tools."""
     if given is None:
         return
-    if isinstance(given, dict) and given.get("type") == "function":
-        inner = given.get("function", given)
-        request.tool_name = tool_name(inner.get("name") if isinstance(inner, dict) else None, "tool_choice")
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "allowed_tools":
+        given = _allow_tools(request, given)
+    elif kind == "function":
+        request.tool_name = _name_in(given)
+        _check_known([request.tool_name], request.tools)
         given = "named"
     elif given not in ("auto", "none", "required"):
         raise FieldError(
-            "tool_choice", f"tool_choice must be auto, none, required or name a function, got {given!r:.100}"
+            "tool_choice",
+            f"tool_choice must be auto, none, required, name a function or list allowed_tools, got {given!r:.100}",
         )
     request.tool_choice = given
-    names = [one["function"]["name"] for one in request.tools]
-    if given in ("required", "named") and not names:
+    if given == "required" and not request.tools:
         raise FieldError("tool_choice", "tool_choice demands a call, but there are no tools")
-    if request.tool_name is not None and request.tool_name not in names:
-        raise FieldError(
-            "tool_choice", f"tool_choice names {request.tool_name!r}; the tools are {', '.join(names):.500}"
-        )
+
+
+def _allow_tools(request: ChatRequest, given: dict[str, Any]) -> str:
+    """Keep the tools that a `tool_choice` allows, so that the model sees no others; returns its mode."""
+    # Chat completions nest it, responses do not.
+    inner = typed("tool_choice", given.get("allowed_tools", given), dict)
+    mode, allowed = inner.get("mode"), objects("tool_choice", inner.get("tools"))
+    if mode not in ("auto", "required"):
+        raise FieldError("tool_choice", f"the mode of allowed_tools must be auto or required, got {mode!r:.100}")
+    if not allowed:
+        raise FieldError("tool_choice", "allowed_tools has no tools: list some, or set tool_choice to none")
+    names = [_name_in(one) for one in allowed]
+    _check_known(names, request.tools)
+    request.tools = [one for one in request.tools if one["function"]["name"] in names]
+    return mode
+
+
+def _name_in(given: dict[str, Any]) -> str:
+    """Return the name in `{"type": "function", "function": {"name": …}}`, or in the form of responses."""
+    if given.get("type") != "function":
+        raise FieldError("tool_choice", f"a tool must have the type function, got {given.get('type')!r:.100}")
+    inner = given.get("function", given)
+    return tool_name(inner.get("name") if isinstance(inner, dict) else None, "tool_choice")
+
+
+def _check_known(names: list[str], tools: list[dict[str, Any]]) -> None:
+    known = [one["function"]["name"] for one in tools]
+    for name in names:
+        if name not in known:
+            shown = f"the tools are {', '.join(known):.500}" if known else "there are no tools"
+            raise FieldError("tool_choice", f"tool_choice names {name!r}; {shown}")
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:

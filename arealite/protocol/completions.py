@@ -46,6 +46,7 @@ def parse(body: dict[str, Any]) -> CompletionRequest:
     )
     fields.ignore(*_WITHOUT_EFFECT)
     fields.only("best_of", 1)
+    fields.only("suffix", "")
     fields.finish()
     if request.echo and request.logprobs is not None:
         raise FieldError("echo", "echo with logprobs is not supported: log-probs of the prompt are not computed")

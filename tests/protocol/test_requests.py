@@ -102,6 +102,31 @@ def test_the_four_apis_read_the_same_conversation():
     assert as_chat.sampling == {"max_new_tokens": 9, "stop": ["x"]}
 
 
+def test_allowed_tools_leave_only_those():
+    others = [{"type": "function", "function": {**FUNCTION, "name": name}} for name in ("sub", "mul")]
+    flat = [{"type": "function", "name": "sub"}, {"type": "function", "name": "add"}]
+    nested = [{"type": "function", "function": {"name": one["name"]}} for one in flat]
+    for mode in ("auto", "required"):
+        inner = {"mode": mode, "tools": nested}
+        body = {"messages": [USER], "tools": [TOOL, *others]}
+        request = chat.parse({**body, "tool_choice": {"type": "allowed_tools", "allowed_tools": inner}})
+        assert (request.tools, request.tool_choice) == ([TOOL, others[0]], mode)
+        tools = [{"type": "function", **one["function"]} for one in (TOOL, *others)]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": flat}
+        request = responses.parse({"input": "hi", "tools": tools, "tool_choice": choice})
+        assert (request.tools, request.tool_choice) == ([TOOL, others[0]], mode)
+
+
+def test_an_empty_suffix_is_none():
+    body = {"prompt": "a", "max_tokens": 2}
+    assert completions.parse({**body, "suffix": ""}) == completions.parse(body)
+
+
+def _allowed(**inner: Any) -> dict[str, Any]:
+    choice = {"type": "allowed_tools", "allowed_tools": inner}
+    return {"messages": [USER], "tools": [TOOL], "tool_choice": choice}
+
+
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {}, "messages"),
     (chat, {"messages": "hi"}, "messages"),
@@ -124,6 +149,10 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         {"messages": [USER], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}},
         "tool_choice",
     ),
+    (chat, _allowed(mode="none", tools=[TOOL]), "tool_choice"),
+    (chat, _allowed(mode="auto", tools=[]), "tool_choice"),
+    (chat, _allowed(mode="auto", tools=[{"type": "function", "function": {"name": "b"}}]), "tool_choice"),
+    (chat, _allowed(mode="auto", tools=[{"type": "custom", "custom": {"name": "add"}}]), "tool_choice"),
     (chat, {"messages": [USER], "response_format": {"type": "xml"}}, "response_format"),
     (chat, {"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format"),
     (completions, {"prompt": "a", "logprobs": 21}, "logprobs"),
@@ -155,6 +184,7 @@ VALUES: list[Any] = [
     [{"type": "function_call"}], [{"type": "image", "source": 1}], {"type": "function", "function": 3}, [USER, 7],
     [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": 4}]}], {"format": {"type": 1}},
     {"type": "json_schema", "json_schema": 5}, [{"role": "user", "content": {"type": "text"}}], [TOOL], "required",
+    {"type": "allowed_tools", "allowed_tools": 1}, {"type": "allowed_tools", "mode": "auto", "tools": [{"name": []}]},
 ]  # fmt: skip
 
 
