@@ -9,18 +9,23 @@ from arealite.api.errors import DatasetError
 from arealite.reward.extraction import last_boxed, last_tagged
 from arealite.reward.qa import normalize
 
-_LETTER = re.compile(r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,]*", re.I)
+_LETTER = re.compile(
+    r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,，。]*", re.I
+)
+# `不是`, `并不应该选`, `而非`: what stands behind it is ruled out.
+_NOT_ZH = r"(?:而|并)?(?:不(?:可能|应该|应|会|能)?(?:是|为|选择?)|非)\s*"
 # Behind it stands a letter or the text of a choice.
 _STATED = re.compile(
     r"(?:\banswers?\b\W{0,5}(?:(?:must|should|would|will)\s+be\b|is\b|are\b|be\b)?"
-    r"(?:\s+(?:clearly|therefore|thus|then|indeed)\b)?|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is\b|:)|答案(?:[是为]|[:：])+)"
-    r"\W{0,5}(?:(?:option|choice) )?",
+    r"(?:\s+(?:clearly|therefore|thus|then|indeed)\b)?|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is\b|:)"
+    rf"|答案(?:(?:应该|应)?(?:[是为]|选择?(?!项))|[:：])+|答案(?={_NOT_ZH}))"
+    r"\W{0,5}(?:(?:option|choice) |选项)?",
     re.I,
 )
 # Not the article in `a village`.
 _STATED_LETTER = re.compile(r"([A-Za-z])(?![A-Za-z'])(?<!\ba(?=\s[a-z]))")
 # Choices that a text rules out (`not B`, `neither A nor B`, `B is wrong`), and the words before the chosen one.
-_ONE = r"[({\[*\"'`]*(?:(?:option|choice|answer)\s+)?[({\[*\"'`]*[A-Z](?![A-Za-z'])[)}\]*\"'`]*"
+_ONE = r"[({\[*\"'`]*(?:(?:option|choice|answer)\s+|选项\s*)?[({\[*\"'`]*[A-Z](?![A-Za-z'])[)}\]*\"'`]*"
 _NOT_RIGHT = r"not\s+(?:right|correct|(?:the\s+)?(?:\w+\s+)?(?:answer|one))"
 _WRONG = rf"(?:wrong|incorrect|false|impossible|(?:ruled\s+)?out|{_NOT_RIGHT})\b"
 _RULED_OUT = re.compile(
@@ -29,12 +34,15 @@ _RULED_OUT = re.compile(
     rf"\s+{_ONE}(?:(?:\s*,)?\s*(?:and|or|nor)\s+{_ONE}|\s*,\s*{_ONE})*"
     rf"|{_ONE}(?:\s+and\s+{_ONE})?(?:\s*:\s*|\s+(?:is|are|was|were|must\s+be)\s+)(?:both\s+)?{_WRONG}"
     rf"|{_ONE}\s+(?:is|was)n['’]t\s+(?:right|correct)\b"
+    rf"|{_NOT_ZH}{_ONE}(?:\s*(?:[、和与]|或者?|[,，]?\s*也?{_NOT_ZH})\s*{_ONE})*"
+    rf"|{_ONE}\s*(?:选项)?是?(?:不对|不正确|错误?)的?"
     r")",
     re.I,
 )
 _INSTEAD = re.compile(
-    r"[\s,.;:*_—–-]*(?:\b(?:but|so|thus|hence|therefore|rather|instead|and|then|it|this|that|is|must|be|the|answer"
-    r"|correct|right|choose|i)\b(?:['’]s\b)?[\s,:]*)+(?:(?:option|choice)\s+)?[({\[*\"'`]*",
+    r"[\s,.;:*_，。；：—–-]*(?:(?:\b(?:but|so|thus|hence|therefore|rather|instead|and|then|it|this|that|is|must|be|the|answer"
+    r"|correct|right|choose|i)\b(?:['’]s\b)?[\s,:]*)+(?:(?:option|choice)\s+)?"
+    r"|(?:(?:而|所以|因此|故|应该?|正确|的|答案|是|为|选择?(?!项))[\s,:，：]*)+(?:选项\s*)?)[({\[*\"'`]*",
     re.I,
 )
 _SENTENCE = re.compile(r"[^\n.;]{0,300}")
@@ -49,8 +57,8 @@ def choice_reward(
     """Return 1.0 if the completion chooses `answer`: a letter, or the text of one of `choices`.
 
     The chosen letter is that in the last `<answer>`, in the last box, behind `answer is`, or alone in the last line.
-    Choices that the text rules out (`not B, but C`; `B is wrong, so C`) are skipped. With `choices`, their text counts
-    as their letter.
+    Choices that the text rules out (`not B, but C`; `B is wrong, so C`; `不是B，而是C`) are skipped. With `choices`,
+    their text counts as their letter.
     """
     letters = string.ascii_uppercase[: len(choices)] if choices else string.ascii_uppercase
     texts = [normalize(str(choice)) for choice in choices]
@@ -102,5 +110,5 @@ def _letter_of(text: str, letters: str, texts: Sequence[str]) -> str | None:
     rest = normalize(text[found.end() :])
     # `A`, `(A) its text` or `A, not B`, but not `A cat sat`.
     is_choice = not rest or rest in texts or found.group().rstrip()[-1:] in ").]:"
-    is_stressed = "," in found.group() and _RULED_OUT.match(text, found.end())
+    is_stressed = any(comma in found.group() for comma in ",，") and _RULED_OUT.match(text, found.end())
     return found[1].upper() if is_choice or is_stressed else None

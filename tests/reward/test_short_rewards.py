@@ -41,6 +41,11 @@ CITIES = ["Paris", "The Hague", "Berlin", "A village"]
         ("The answer is not a cat, but it is B", None), ("The answer is B. A is wrong.", "B"),
         ("not A but " * 999, None), ("The answer must be C", "C"), ("the answer is clearly C.", "C"),
         ("The answer is a cat", None), ("正确答案是C。", "C"), ("The answer is B, as Berlin is not it.", "B"),
+        ("答案不是B，而是C", "C"), ("答案不是 B 而是 (C)。", "C"), ("答案并不是B，应该是C。", "C"),
+        ("答案不选选项B，选C", "C"), ("答案不是A，也不是B，而是D", "D"), ("答案不可能是A或B，所以答案为C", "C"),
+        ("答案：B不对，应该选C", "C"), ("答案不是B", None), ("答案应该是C，不是B", "C"), ("答案是C而非B", "C"),
+        ("<answer>C，不是B</answer>", "C"), (r"\boxed{不是B，而是C}", "C"), ("答案非常清楚", None),
+        ("答案不是A，也" * 300, None), ("<answer>C。</answer>", "C"),
     ],
 )  # fmt: skip
 def test_choices(completion, chosen):
