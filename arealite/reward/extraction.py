@@ -20,6 +20,9 @@ _SIGNS = str.maketrans({"−": "-", "–": "-", "×": "*", "÷": "/", "·": "*",
 _PARTS = {sign: unicodedata.normalize("NFKC", sign).split("\u2044") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
 FRACTIONS = str.maketrans({sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in _PARTS.items()} | {"\u2044": "/"})
 
+# ⁶ and its like: `10⁻³`, `xⁿ⁺¹`.
+SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
+
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 SCALE = rf"(?:\s*\b(?:{'|'.join(SCALES)})\b)+"
 _SCALE = re.compile(SCALE, re.I)
@@ -37,13 +40,14 @@ _DELIMITED = (
 # A letter is a variable, and not a word or a label, if it touches a digit, a bracket or an operator.
 _VARIABLE = (
     r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
-    r"(?:(?=[\d^_(])|(?=\s*[-+*/=<>])|(?<=[\d)}\](\{^_*/+=-].)|(?<=[-+*/=]\s.)|(?<=\{.))"
+    rf"(?:(?=[\d^_({SUPERSCRIPTS}])|(?=\s*[-+*/=<>])|(?<=[\d)}}\](\{{^_*/+=\-{SUPERSCRIPTS}].)"
+    r"|(?<=[-+*/=]\s.)|(?<=\{.))"
 )
 # A formula outside `$…$`: a run of numbers, operators, brackets, commands and variables, without words. Chinese,
 # Japanese and Korean write no space before it.
 _RUN = (
     rf"(?<![A-Za-z\d_\u00c0-\u1fff^\\.{{])(?:{_COMMAND}|\\[^A-Za-z\s$()\[\]]|\\?\$(?=\d)|[€£¥]|\bsqrt(?=\()"
-    rf"|(?<=\d):(?=\d)|{_VARIABLE}|[\d^_+\-*/(){{}}\[\]|!=<>&,.%√π∞²³ \t])+"
+    rf"|(?<=\d):(?=\d)|{_VARIABLE}|[\d^_+\-*/(){{}}\[\]|!=<>&,.%√π∞{SUPERSCRIPTS} \t])+"
 )
 _FORMULA = re.compile(rf"{_DELIMITED}|(?P<run>{_RUN})", re.S)
 _HAS_VALUE = re.compile(r"\d|\\[A-Za-z]|[√π∞]")

@@ -14,7 +14,7 @@ from typing import Any
 
 import math_verify
 
-from arealite.reward.extraction import FRACTIONS, SCALE, SCALES, final_answer, last_boxed
+from arealite.reward.extraction import FRACTIONS, SCALE, SCALES, SUPERSCRIPTS, final_answer, last_boxed
 from arealite.reward.measures import measures_equal
 from arealite.utils.pools.process_pool import prepare_workers
 
@@ -58,8 +58,10 @@ _ROW_END = re.compile(r"\\\\(?:\[-?[\d.]+ ?[a-z]{2}\])?")
 _REPLACED = (
     ("{,}", ","), (",\\!", ","), ("−", "-"), ("–", "-"), ("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("·", "*"),
     ("÷", "/"), ("π", "\\pi "), ("∞", "\\infty "), ("≤", "\\le "), ("≥", "\\ge "), (">=", "\\ge "), ("<=", "\\le "),
-    ("²", "^2"), ("³", "^3"), ("**", "^"),
+    ("**", "^"),
 )  # fmt: skip
+_POWER = re.compile(rf"[{SUPERSCRIPTS}]+")
+_RAISED = str.maketrans(SUPERSCRIPTS, "0123456789+-n")
 # Words after a number that are its unit (`18 dollars`, `5 km/h`, `12 cm^2`), not a part of its value.
 _UNIT_WORD = (
     rf"(?!(?:and|or|to|plus|minus|times|over|half|{'|'.join(SCALES)})\b)"
@@ -115,7 +117,9 @@ def first_equal(answers: list[str]) -> int:
     """Return the index of the first answer that equals the last one. A model has written all of them."""
     last = answers[-1]
     # `answers_equal` trusts its second argument.
-    return next(i for i, a in enumerate(answers) if a == last or (not _is_too_large(a) and answers_equal(last, a)))
+    return next(
+        i for i, a in enumerate(answers) if a == last or (not _is_too_large(_tidy(a)) and answers_equal(last, a))
+    )
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -184,10 +188,17 @@ def _tidy(text: str) -> str:
     text = text.strip("* \t\r\n").translate(FRACTIONS)
     for old, new in _REPLACED:
         text = text.replace(old, new)
+    text = _POWER.sub(_power, text)
     text = _ORDINAL.sub(lambda found: "".join(filter(None, found.groups())), text)
     rows = (re.sub(r"\\[,;: ]|\s+|~", " ", _NO_MEANING.sub("", row)).strip() for row in _ROW_END.split(text))
     text = r"\\".join(rows).rstrip(".,;: ")
     return re.sub(r"^(?:\\approx|approximately|about)\s*", "", text)
+
+
+def _power(found: re.Match[str]) -> str:
+    """Return `^6` for ⁶ and `^{10}` for ¹⁰."""
+    digits = found.group().translate(_RAISED)
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
 
 
 def _clean(text: str) -> str:

@@ -47,6 +47,19 @@ def test_answers_equal(a, b, equal):
     assert answers_equal(a, b) is equal
 
 
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("The answer is 10⁶", "1000000"), ("\\boxed{x⁴+1}", "x^4 + 1"), ("So it is x⁴ + 1", "x^4+1"),
+        ("\\boxed{x^{10}}", "x¹⁰"), ("\\boxed{10⁻³}", "0.001"), ("\\boxed{2xⁿ⁺¹}", "2x^{n+1}"),
+        ("It is x³ + 1", "x^3+1"),
+    ],
+)  # fmt: skip
+def test_superscripts_are_powers(completion, answer):
+    assert reward(completion, answer) == 1.0
+    assert reward("The answer is 10⁷", answer) == 0.0
+
+
 def test_rewards():
     common = {"prompt": "", "prompt_ids": [], "completion_ids": []}
     assert gsm8k_reward(completion="\\boxed{24}", answer="48/2=24\n#### 24", **common) == 1.0

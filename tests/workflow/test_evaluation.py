@@ -59,6 +59,7 @@ def test_equal_answers_have_the_same_vote(tokenizer):
 def test_an_untrusted_formula_on_either_side_is_compared_as_text():
     assert first_equal(["9^{9^{9}}", "x", "9^{9^{9}}"]) == 0
     assert first_equal(["9^{9^{9}}", "9^{81}"]) == 1
+    assert first_equal(["9⁹⁹⁹⁹⁹⁹⁹⁹", "9^{81}"]) == 1
 
 
 def test_rows_go_to_the_workflow_of_their_set(tokenizer):
