@@ -2,12 +2,13 @@
 
 import base64
 import io
+import itertools
 import os
 import struct
 import zlib
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from arealite.api.errors import RequestError
 from arealite.utils import images
@@ -43,6 +44,35 @@ def test_all_forms_of_an_image_give_the_same_bytes(tmp_path, form):
 def test_pil_images_keep_their_pixels(mode):
     image = decode_image(picture(0)).convert(mode)
     assert decode_image(image_bytes(image)).tobytes() == image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_as_datasets_turns_them(tmp_path, form, orientation):
+    exif, image = Image.Exif(), Image.new("RGB", (64, 32), "red")
+    # Four colours, so that every orientation differs.
+    for corner, colour in (((32, 0), "lime"), ((0, 16), "blue"), ((32, 16), "white")):
+        image.paste(colour, (*corner, corner[0] + 32, corner[1] + 16))
+    exif[0x0112] = orientation
+    data = encode(image, form, exif=exif)
+    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    (tmp_path / "photo").write_bytes(data)
+    url = f"data:image/{form.lower()};base64,{base64.b64encode(data).decode()}"
+    for upright in (image_bytes(data), image_bytes(tmp_path / "photo"), from_data_url(url)):
+        found = decode_image(upright)
+        assert found.size == shown.size and image_bytes(upright) == upright
+        for x, y in itertools.product((0.25, 0.75), repeat=2):
+            at = int(x * found.width), int(y * found.height)
+            assert max(abs(a - b) for a, b in zip(found.getpixel(at), shown.getpixel(at), strict=True)) < 16
+    assert (image_bytes(data) == data) is (orientation == 1)
+
+
+def test_damaged_exif_data_say_nothing():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(Image.new("RGB", (8, 4)), "JPEG", exif=exif)
+    damaged = data.replace(b"Exif\0\0", b"Exif\0\0\xff\xff\xff")
+    assert image_bytes(damaged) == damaged and decode_image(damaged).size == (8, 4)
 
 
 def test_damaged_and_foreign_files_are_refused():

@@ -1,20 +1,21 @@
 """Images as encoded bytes: read, check and decode them within limits.
 
 The canonical form of an image in requests and rows is the bytes of a PNG, JPEG, WebP, GIF or BMP file. `image_bytes`
-makes it of what datasets hold. Nothing is fetched from the network. `decode_image` checks format and size in the header
-before it decodes, so a small file cannot fill the memory. Errors are `RequestError`: they cost one request or episode.
+makes it of what datasets hold, and turns photographs upright. Nothing is fetched from the network. `decode_image`
+checks format and size in the header before it decodes, so a small file cannot fill the memory. Errors are
+`RequestError`: they cost one request or episode.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.errors import ConfigError, RequestError
+from arealite.utils.images.orientation import has_exif, turn_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,12 +41,12 @@ def image_bytes(image: Any, folder: str | Path | None = None) -> bytes:
     if isinstance(image, str | Path):
         return read_image(image, folder)
     if isinstance(image, bytes | bytearray | memoryview):
-        return _check_size(bytes(image))
+        return _checked(bytes(image))
     if hasattr(image, "save") and hasattr(image, "size"):
         buffer = io.BytesIO()
         # PNG keeps every pixel. Modes that it lacks (CMYK, YCbCr) are those of photographs, which are RGB.
         (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(buffer, "PNG")
-        return _check_size(buffer.getvalue())
+        return _checked(buffer.getvalue())
     raise RequestError(
         f"an image is {type(image).__name__}; expected encoded bytes, a path, a data: URL or a PIL image"
     )
@@ -64,11 +65,10 @@ def from_base64(data: str) -> bytes:
     if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         raise RequestError(f"an image has more than {MAX_IMAGE_BYTES >> 20} MiB: send a smaller one")
     try:
-        return _check_size(base64.b64decode(data, validate=True))
-    except (binascii.Error, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
+        decoded = base64.b64decode(data, validate=True)
+    except ValueError as error:
         raise RequestError(f"an image is not valid base64: {error}") from error
+    return _checked(decoded)
 
 
 def to_data_url(image: bytes) -> str:
@@ -85,7 +85,7 @@ def read_image(path: str | Path, folder: str | Path | None = None) -> bytes:
         if not file.is_file():  # a FIFO or a device could block
             raise RequestError(f"the image {str(path)[:200]!r} is not a file")
         with file.open("rb") as opened:
-            return _check_size(opened.read(MAX_IMAGE_BYTES + 1))
+            return _checked(opened.read(MAX_IMAGE_BYTES + 1))
     except (OSError, ValueError) as error:
         if isinstance(error, RequestError):
             raise
@@ -140,9 +140,20 @@ def _open(data: bytes) -> Image:
     return image
 
 
-def _check_size(data: bytes) -> bytes:
+def _checked(data: bytes) -> bytes:
     if not data:
         raise RequestError("an image is empty: it has no bytes")
     if len(data) > MAX_IMAGE_BYTES:
         raise RequestError(f"an image has more than {MAX_IMAGE_BYTES >> 20} MiB: send a smaller one")
-    return data
+    return _upright(data) if has_exif(data) else data
+
+
+def _upright(data: bytes) -> bytes:
+    """Return an image with its pixels turned as its EXIF data say, and without these."""
+    image = _open(data)
+    turn = turn_of(image)
+    if turn is None:
+        return data
+    buffer = io.BytesIO()
+    decode_image(data).transpose(turn).save(buffer, image.format, quality=90)
+    return buffer.getvalue()
