@@ -338,8 +338,10 @@ def _check_keys(values: DictConfig, cls: type, source: str, root: type, prefix: 
             raise ConfigError(f"unknown key {path!r} in {source}: {nearest_key(key, cls, prefix, root)}")
         child, named, node = dataclass_of(kinds[key]), named_sections(kinds[key]), values._get_node(key)
         expected = {list: ListConfig, dict: DictConfig}.get(typing.get_origin(without_null(kinds[key])))
-        if expected is not None and isinstance(node, DictConfig | ListConfig) and not isinstance(node, expected):
-            raise ConfigError(f"{path} in {source} must be {type_name(kinds[key])}")
+        is_open = node._is_none() or node._is_interpolation() or node._is_missing()
+        if expected is not None and not isinstance(node, expected) and not is_open:
+            form = "[a, b]" if expected is ListConfig else "{a: b}"
+            raise ConfigError(f"{path} in {source} must be {type_name(kinds[key])}: write it as {form}")
         if named is not None and isinstance(node, DictConfig) and not node._is_none():
             for name in map(str, node):
                 _check_section(node, name, named, source, root, f"{path}.{name}")
