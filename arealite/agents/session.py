@@ -7,7 +7,6 @@ calls saw and were answered with. The longest match keeps its tokens, and only t
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import orjson
 from arealite.api.chat import encode_chat, encode_next
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelResponse
+from arealite.api.reward_api import MAX_REWARD
 from arealite.api.vision_api import ImageReader, PlacedImage, check_sampled, has_image_parts
 from arealite.protocol.tool_calls import decode_answer
 
@@ -186,8 +186,8 @@ class Session:
 
     def reward(self, value: float, reply_id: str | None = None) -> None:
         """Set the reward of one reply, or of the whole session. The last one given counts."""
-        if not math.isfinite(value):
-            raise RequestError(f"a reward must be a finite number, got {value}")
+        if not abs(value) <= MAX_REWARD:
+            raise RequestError(f"a reward must be a finite number, also in float32; got {value}")
         if reply_id is None:
             self.final_reward = value
         elif reply_id in self.replies:

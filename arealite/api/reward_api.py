@@ -24,6 +24,8 @@ _GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids")
 _FOR_WORKFLOWS = ("messages", "input_ids", "seed", "images", "image")
 # An answer with at least this reward is right: partial credit is no pass. Rewards pass through float32.
 SOLVED = 1.0 - 1e-4
+# Batches hold rewards in float32.
+MAX_REWARD = 3.4e38
 
 
 class RewardFn(Protocol):

@@ -17,7 +17,7 @@ import torch
 from arealite.api.chat import Message, encode_chat, encode_next
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import RequestError
+from arealite.api.errors import RequestError, RewardError
 from arealite.api.io_struct import (
     NO_EXPERT,
     ROUTED_EXPERTS,
@@ -27,7 +27,7 @@ from arealite.api.io_struct import (
     ModelResponse,
     extend_record,
 )
-from arealite.api.reward_api import Score
+from arealite.api.reward_api import MAX_REWARD, Score
 from arealite.api.vision_api import (
     ImageReader,
     PlacedImage,
@@ -166,8 +166,12 @@ class Trajectory:
         if not trajectories:
             raise ValueError("Trajectory.join needs at least one trajectory")
         rewards = [t._reward for t in trajectories]
-        if None in rewards:
-            raise ValueError(f"trajectory {rewards.index(None)} of {len(rewards)} has no reward: call reward(value)")
+        for index, value in enumerate(rewards):
+            if value is None:
+                raise ValueError(f"trajectory {index} of {len(rewards)} has no reward: call reward(value)")
+            if not abs(value) <= MAX_REWARD:
+                text = f"trajectory {index} of {len(rewards)} has the reward {value!r}"
+                raise RewardError(f"{text}; it must be finite, also in float32")
         lengths = [t._end or len(t.ids) for t in trajectories]
         shape = len(trajectories), max(lengths)
         # NumPy takes lists several times as fast as torch.

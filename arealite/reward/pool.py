@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from arealite.api.errors import RewardError
-from arealite.api.reward_api import Score, is_async
+from arealite.api.reward_api import MAX_REWARD, Score, is_async
 from arealite.utils.pools.job_pool import JobPool
 from arealite.utils.pools.process_pool import WorkerLost, WorkerProcess, WorkerTimeout, start_fork_server
 from arealite.utils.process import is_computing
@@ -36,8 +36,6 @@ _MAX_JOB_S = 0.05
 _MAX_TIMEOUTS_IN_ROW = 3
 # Longest traceback that is reported, in characters.
 _MAX_TEXT = 10_000
-# Batches are in float32.
-_MAX_REWARD = 3.4e38
 
 
 class RewardPool(JobPool):
@@ -223,7 +221,7 @@ def _check_number(fn: Callable[..., Any], value: Any, part: str = "") -> float:
     if number is None:
         text = f"reward {_name(fn)} returned {repr(value)[:200]}{part} ({type(value).__name__})"
         raise RewardError(f"{text}; it must return a number, or a dict of numbers with the key `reward`")
-    if not abs(number) <= _MAX_REWARD:
+    if not abs(number) <= MAX_REWARD:
         raise RewardError(f"reward {_name(fn)} returned {number!r}{part}; it must be finite, also in float32")
     return number
 

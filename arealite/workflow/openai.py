@@ -27,7 +27,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RewardError
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.named_code import load_object
-from arealite.api.reward_api import is_async
+from arealite.api.reward_api import MAX_REWARD, is_async
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.beside import run_beside
 from arealite.utils.pools.call_pool import CallPool, CallTimeout
@@ -130,8 +130,9 @@ def _finish(session: Session, reward: Any) -> Session:
         # An array of several numbers, a number beyond those of float64.
         except (TypeError, ValueError, RuntimeError, OverflowError):
             value = math.nan
-        if not math.isfinite(value):
-            raise RewardError(f"the agent returned {repr(reward)[:100]}; expected a finite number, or None")
+        if not abs(value) <= MAX_REWARD:
+            text = f"the agent returned {repr(reward)[:100]}; expected a finite number, also in float32, or None"
+            raise RewardError(text)
         session.reward(value)
     if not session.has_reward:
         raise RewardError("the agent returned None, and posted no reward to {base_url}/rl/reward")

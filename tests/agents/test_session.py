@@ -262,6 +262,8 @@ def test_bad_rewards_and_responses_are_refused(qwen):
     prompt = session.open_chat([user("hi")])
     with pytest.raises(RequestError, match="finite"):
         session.reward(float("nan"))
+    with pytest.raises(RequestError, match=r"finite number, also in float32; got 1e\+39"):
+        session.reward(1e39)
     with pytest.raises(RequestError, match="no call"):
         session.reward(1.0, "x")
     with pytest.raises(RequestError, match="token for token"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.errors import RequestError
+from arealite.api.errors import RequestError, RewardError
 from arealite.api.io_struct import ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.core.episode import check_trajectories
@@ -65,6 +65,8 @@ def test_errors_name_the_reason(tokenizer):
         Trajectory(tokenizer).observe([]).request(GCONFIG)
     with pytest.raises(ValueError, match="trajectory 1 of 2 has no reward"):
         Trajectory.join([Trajectory().observe([1]).reward(0), row])
+    with pytest.raises(RewardError, match=r"trajectory 0 of 1 has the reward 1e\+39; it must be finite"):
+        row.reward(1e39).to_batch()
 
 
 def test_what_follows_the_last_answer_is_left_out():

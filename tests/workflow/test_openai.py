@@ -113,6 +113,7 @@ def test_agents_that_raise_or_hang_cost_their_own_attempt():
     [
         (None, "posted no reward"),
         (float("nan"), "finite number"),
+        (-1e39, r"returned -1e\+39; expected a finite number, also in float32"),
         ("1", "finite number"),
         (1.0, "not called the model"),
     ],
