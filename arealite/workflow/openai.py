@@ -81,7 +81,8 @@ class AgentWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         gateway = await self.host.get(engine)
         attempts = range(self.gconfig.n_samples)
-        results = await asyncio.gather(*(self._attempt(gateway, data, attempt) for attempt in attempts))
+        episode = cast(asyncio.Task[Any], asyncio.current_task())
+        results = await asyncio.gather(*(self._attempt(gateway, data, attempt, episode) for attempt in attempts))
         errors = [result for result in results if isinstance(result, Exception)]
         sessions = {i: result for i, result in enumerate(results) if isinstance(result, Session)}
         for error in errors[:1]:
@@ -93,7 +94,9 @@ class AgentWorkflow(RolloutWorkflow):
         failed = torch.full((len(batch["rewards"]),), float(len(errors)))
         return batch | {STATS_PREFIX + "failed_attempts": failed}
 
-    async def _attempt(self, gateway: Gateway, data: dict[str, Any], number: int) -> Session | Exception:
+    async def _attempt(
+        self, gateway: Gateway, data: dict[str, Any], number: int, episode: asyncio.Task[Any]
+    ) -> Session | Exception:
         """Run the agent once; returns its session, or why it has failed."""
         seed = data.get("seed")
         seed = None if seed is None else derive_seed(seed, number)
@@ -104,6 +107,10 @@ class AgentWorkflow(RolloutWorkflow):
         # An agent may raise anything; it costs its own attempt.
         except Exception as error:
             return error
+        except asyncio.CancelledError:
+            if episode.cancelling():
+                raise
+            return RewardError("the agent raised CancelledError: it awaited something that was cancelled")
         finally:
             gateway.close_session(found.id)
 

@@ -102,10 +102,36 @@ def test_agents_that_raise_or_hang_cost_their_own_attempt():
             raise KeyError("lost")
         if number == 1:
             await asyncio.Event().wait()
+        if number == 2:
+            raise asyncio.CancelledError
         return reward
 
-    batch = play(make(agent, n=4, timeout_s=1.0), question="x")
-    assert len(set(batch["sample_ids"].tolist())) == 2 and batch["stats/failed_attempts"].tolist() == [2.0] * 2
+    batch = play(make(agent, n=5, timeout_s=1.0), question="x")
+    assert len(set(batch["sample_ids"].tolist())) == 2 and batch["stats/failed_attempts"].tolist() == [3.0] * 2
+
+
+def test_an_episode_that_is_cancelled_ends_its_agents():
+    started, ended = asyncio.Semaphore(0), []
+
+    async def agent(row, base_url, api_key):
+        started.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(row)
+
+    async def cancel():
+        workflow = make(agent)
+        episode = asyncio.create_task(workflow.arun_episode(StubEngine(lambda _: encode("yes")), {}))
+        for _ in range(3):
+            await started.acquire()
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        await workflow.host.close()
+
+    asyncio.run(cancel())
+    assert len(ended) == 3
 
 
 @pytest.mark.parametrize(
