@@ -66,6 +66,8 @@ class LaunchConfig:
     # Paths of datasets, by key. `reads_datasets`: the script passes them to a loader of `arealite.dataset`.
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
+    # Whether the configuration names a workflow of the user's own.
+    names_workflow: bool = False
     # Whether the trained model has a head with one output instead of a vocabulary.
     trains_reward_model: bool = False
     # Packages of the services that statistics are sent to.
@@ -215,6 +217,7 @@ def _pick_keys(values: Any) -> LaunchConfig:
     model = _section(values, "actor") or _section(values, "model")
     config.model_path = config.server.model_path or model.get("path", "")
     config.train_device = model.get("device", "auto")
+    config.names_workflow = values.get("workflow") is not None
     in_low_bits = {name: _section(values, name).get("frozen_weight_dtype", "auto") != "auto" for name in _MODELS}
     config.low_bit_paths = [f"{name}.path" for name in _MODELS if in_low_bits[name]]
     # Merged weights are sent if the trainer's base is not that of the servers.

@@ -54,8 +54,10 @@ def check_source(config: LaunchConfig, script: str, runs_here: bool) -> None:
 def rehearse(job: Job) -> None:
     """Run the script up to its engines in a child process. Raises `ConfigError` with what it raises."""
     script = Path(job.script)
-    # Loops of the package: `arealite train` has checked their data. A trainer of the user's own is run by `custom`.
-    is_own = script.suffix == ".py" and (not script.is_relative_to(_PACKAGE) or script.stem == "custom")
+    # Loops of the package: `arealite train` checks their data. A trainer of the user's own is run by `custom`, and a
+    # workflow of the user's own, which checks the first row, by `ppo`.
+    runs_own_code = script.stem == "custom" or (script.stem == "ppo" and job.config.names_workflow)
+    is_own = script.suffix == ".py" and (runs_own_code or not script.is_relative_to(_PACKAGE))
     if not is_own or not _has_end(ast.parse(script.read_text())):
         return
     print("checking the script up to where its engines start", flush=True)

@@ -19,6 +19,7 @@ from arealite.utils.rundir import RunDir
 MODULE = """
 from dataclasses import dataclass
 from arealite.api.cli_args import BaseExperimentConfig, SFTConfig
+from arealite.api.errors import DatasetError
 from arealite.api.rollout_api import RolloutWorkflow
 from arealite.api.trainer_api import Trainer
 from arealite.trainer.sft import SFTTrainer
@@ -41,6 +42,14 @@ class NoConfig(Trainer):
 
 class Game(RolloutWorkflow):
     def __init__(self, gconfig, level): ...
+    async def arun_episode(self, engine, data): ...
+
+class Picky(RolloutWorkflow):
+    def __init__(self, level):
+        self.level = level
+    def check_row(self, data):
+        if self.level == 7:
+            raise DatasetError(f"the first row has no level {self.level}")
     async def arun_episode(self, engine, data): ...
 
 class Plain:
@@ -94,6 +103,13 @@ def test_mistakes_are_errors_before_anything_starts(module, argument, message, t
     argv = [f"cluster.fileroot={tmp_path}", f"train_dataset.path={gsm8k_path}", "trainer.grpo.actor.path=m"]
     with pytest.raises(ConfigError, match=message):
         main([*argv, argument.replace("=M", f"={module}")])
+
+
+def test_a_dry_run_asks_a_workflow_about_the_first_row(module, tmp_path, model_path, gsm8k_path):
+    argv = ["trainer.type=grpo", f"trainer.grpo.actor.path={model_path}", f"train_dataset.path={gsm8k_path}"]
+    argv += ["train_dataset.split=null", f"cluster.fileroot={tmp_path}", "train_dataset.batch_size=2", "--dry-run"]
+    with pytest.raises(ConfigError, match="the first row has no level 7"):
+        main([*argv, f"workflow={module}:Picky", "workflow_args.level=7"])
 
 
 @pytest.mark.parametrize(
