@@ -6,7 +6,6 @@ A module of its own, because it imports torch: help and wrong settings must not 
 import asyncio
 import gc
 import os
-import signal
 import socket
 import sys
 
@@ -18,7 +17,7 @@ from arealite.engine.remote.membership import Lease
 from arealite.inference.engine import Engine
 from arealite.inference.http.server import serve
 from arealite.utils.beside import has_threads_beside
-from arealite.utils.http.server import bind
+from arealite.utils.http.server import bind, stop_at_signals
 from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent
 from arealite.utils.status.writer import status
@@ -40,7 +39,7 @@ def run_server(config: ServerConfig) -> int:
         sys.setswitchinterval(5e-5)
     # uvloop leaves more of the interpreter's time to the engine.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(engine, config, sock))
+        runner.run(_serve_until_signal(engine, config, sock))
     if engine.failure is not None:
         print(f"error: {engine.failure}", file=sys.stderr, flush=True)
         os._exit(1)  # threads that wait for a dead rank would block a regular exit
@@ -49,12 +48,14 @@ def run_server(config: ServerConfig) -> int:
     return 0
 
 
-async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> None:
-    stop = asyncio.Event()
+async def _serve_until_signal(engine: Engine, config: ServerConfig, sock: socket.socket) -> None:
+    with stop_at_signals() as stop:
+        await _serve(engine, config, sock, stop)
+
+
+async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     status.watch_loop("http", loop)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
 
     def stop_soon() -> None:
         loop.call_soon_threadsafe(stop.set)

@@ -1,7 +1,6 @@
 """Serves the dashboard until a signal: `cli.dashboard` calls it once its arguments are right."""
 
 import asyncio
-import signal
 import socket
 from pathlib import Path
 from urllib.parse import quote
@@ -10,7 +9,7 @@ from aiohttp import web
 
 from arealite.api.errors import ServerError
 from arealite.dashboard.app import CONNECTIONS, make_app
-from arealite.utils.http.server import AcceptErrors, bind, listen
+from arealite.utils.http.server import AcceptErrors, bind, listen, stop_at_signals
 from arealite.utils.network import host_address
 
 DEFAULT_PORT = 8470
@@ -33,17 +32,15 @@ def _bind(host: str, port: int | None) -> socket.socket:
 
 
 async def _serve(app: web.Application, sock: socket.socket, message: str) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    loop.set_exception_handler(AcceptErrors())
-    runner, server = await listen(app, sock, app[CONNECTIONS])
-    print(message, flush=True)
-    try:
-        await stop.wait()
-    finally:
-        server.close()
-        await runner.cleanup()
+    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+    with stop_at_signals() as stop:
+        runner, server = await listen(app, sock, app[CONNECTIONS])
+        print(message, flush=True)
+        try:
+            await stop.wait()
+        finally:
+            server.close()
+            await runner.cleanup()
 
 
 def _address(sock: socket.socket) -> str:

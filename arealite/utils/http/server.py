@@ -5,14 +5,16 @@ what is wrong, never a traceback, and never ends the server.
 """
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import ipaddress
 import json
 import logging
 import resource
+import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,6 +32,7 @@ _MAX_DEPTH = 100
 # Above the time for which our clients keep a connection, so that they are the ones who close it.
 _KEEPALIVE_S = 330.0
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 logger = logging.getLogger("arealite.server")
 
 
@@ -209,6 +212,21 @@ async def listen(
     server = await asyncio.get_running_loop().create_server(accept, sock=sock, backlog=ACCEPT_AT_ONCE)
     sock.listen(4096)
     return runner, server
+
+
+@contextlib.contextmanager
+def stop_at_signals() -> Iterator[asyncio.Event]:
+    """Give an event that SIGTERM and Ctrl+C set. Behind the block, both end the process as usual."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        # The loop removes them only after it has closed the pipe to which they write: a second signal would then print
+        # a traceback.
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 class AcceptErrors:
