@@ -148,6 +148,8 @@ class Job:
     # The command of the launcher that continues this job.
     resume: str = field(default_factory=resume_command)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    # When the command began that this process runs, as `time.time()`. Not saved: other processes begin with themselves.
+    began: float = field(default_factory=process_began)
 
     @classmethod
     def on_cluster(cls, config: LaunchConfig, script: str | Path, argv: list[str]) -> Job:
@@ -213,7 +215,7 @@ class Job:
             "AREALITE_SERVER_ADDRS": ",".join(servers),
             "AREALITE_NAMES": str(self.names_folder),
             ATTEMPT_ENV: str(self.attempt),
-            LAUNCHED_ENV: str(process_began()),
+            LAUNCHED_ENV: str(self.began),
             "OMP_NUM_THREADS": str(placement.threads),
             "PYTHONUNBUFFERED": "1",
         }
@@ -247,6 +249,7 @@ class Job:
             clear_status(self.run_dir.path)
             self.run_dir.write_key(self.config.server.api_key)
             values = dataclasses.asdict(self)
+            del values["began"]
             values["config"]["server"]["api_key"] = None
             try:
                 write_file(self.run_dir.config_path, self.config.resolved_yaml, private=False)

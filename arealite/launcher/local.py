@@ -8,6 +8,7 @@ checkpoint. No process outlives the launcher.
 """
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,22 @@ from arealite.launcher.output import lasting_output
 from arealite.launcher.placement import local_slots
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import COLLAPSED, REFUSED, run_main
+from arealite.utils.startup import process_began
 
 
-def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
-    """Run `script` (a file, or the dotted name of a module) with its servers; returns the exit code."""
+def launch(script: str | Path, argv: list[str], dry_run: bool = False, began: float | None = None) -> int:
+    """Run `script` (a file, or the dotted name of a module) with its servers; returns the exit code.
+
+    `began`: from when on the time until the first update counts (`time.time()`); by default from this call.
+    """
+    began = time.time() if began is None else began
     config = read_launch_config(str(script), argv)
     if (config.cluster.n_nodes or 1) > 1:
         raise ConfigError(
             f"cluster.n_nodes={config.cluster.n_nodes}, but the local launcher runs on one machine: use "
             "arealite.launcher.ray or arealite.launcher.slurm, or set cluster.n_nodes=1"
         )
-    job = Job(config, str(script), argv, *local_slots(config))
+    job = Job(config, str(script), argv, *local_slots(config), began=began)
     if dry_run:
         return show_plan(job, servers_run_here=True)
     check_job(job, servers_run_here=True)
@@ -91,7 +97,12 @@ def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Call
     return main
 
 
-main = command_line("local", launch, __doc__)
+def _launch_command(script: str, argv: list[str], dry_run: bool) -> int:
+    """Launch for a command, which began with its process."""
+    return launch(script, argv, dry_run, process_began())
+
+
+main = command_line("local", _launch_command, __doc__)
 
 if __name__ == "__main__":
     run_main(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import ConfigError
+from arealite.launcher import local
 from arealite.launcher.job import LogFollower
 from arealite.launcher.local import launch
 from arealite.launcher.supervisor import ChildSpec, Supervisor
@@ -26,6 +27,7 @@ from arealite.utils.names import FileNames
 from arealite.utils.network import free_port
 from arealite.utils.process import end_families
 from arealite.utils.rundir import RunDir
+from arealite.utils.startup import LAUNCHED_ENV, process_began
 from tests import warm_python
 from tests.launcher.conftest import diagnosis, find_leftovers, wait_until_gone
 
@@ -68,6 +70,16 @@ def test_a_run_from_start_to_end(work, arguments, capfdbinary):
     assert "rank 0 of 2" in out and "rank 1 of 2" not in out, "only rank 0 prints to the console"
     assert "2 sglang server(s) ready" in out
     assert "allocation_mode: sglang.d2+d2" in (RUN / "config.yaml").read_text()
+
+
+def test_the_start_counts_from_the_process_of_a_command_and_from_the_call_of_a_script(work, arguments, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(local, "run_attempts", lambda job, run: jobs.append(job) or 0)
+    called = time.time()
+    launch("script.py", arguments())
+    local.main(["script.py", *arguments()])
+    script, command = (float(job.rank_env([], "here:1", 1)[LAUNCHED_ENV]) for job in jobs)
+    assert command == process_began() < called <= script
 
 
 def test_a_server_that_loads_is_named_until_it_answers(work, arguments, monkeypatch, capfd):
