@@ -108,6 +108,18 @@ def test_animated_images_are_refused():
             decode_image(encode(frames[0], form, save_all=True, append_images=frames[1:]))
 
 
+def test_of_several_pictures_in_a_photograph_the_first_is_read():
+    frames = [Image.new("RGB", (16, 8), colour) for colour in ("red", "blue")]
+    exif = Image.Exif()
+    for orientation, size in ((1, (16, 8)), (6, (8, 16))):
+        exif[0x0112] = orientation
+        data = image_bytes(encode(frames[0], "MPO", save_all=True, append_images=frames[1:], exif=exif))
+        decoded = decode_image(data)
+        assert decoded.size == size and to_data_url(data).startswith("data:image/jpeg;")
+        red, _, blue = decoded.getpixel((4, 4))
+        assert red > 250 and blue < 5
+
+
 def test_urls_are_never_fetched():
     for url in ("http://localhost/a.png", "https://example.com/a.png", "ftp://host/a.png", "file:///etc/passwd"):
         with pytest.raises(RequestError, match="never fetched"):

@@ -97,7 +97,8 @@ def decode_image(data: bytes) -> Image:
     """Decode to RGB; raises `RequestError` for damaged, too large, animated or unknown images."""
     image = _open(data)
     try:
-        if getattr(image, "n_frames", 1) > 1:
+        # Of the pictures in the JPEG file of a phone, which Pillow calls MPO, the first is the photograph.
+        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
             raise RequestError(f"an image is animated ({image.format}): send one frame")
         return image.convert("RGB")
     except RequestError:
@@ -108,7 +109,7 @@ def decode_image(data: bytes) -> Image:
 
 def image_format(data: bytes) -> str:
     """Return the format of an encoded image, such as PNG, from its header."""
-    return str(_open(data).format)
+    return _format(_open(data))
 
 
 def check_count(count: int) -> None:
@@ -140,6 +141,10 @@ def _open(data: bytes) -> Image:
     return image
 
 
+def _format(image: Image) -> str:
+    return "JPEG" if image.format == "MPO" else str(image.format)
+
+
 def _checked(data: bytes) -> bytes:
     if not data:
         raise RequestError("an image is empty: it has no bytes")
@@ -155,5 +160,5 @@ def _upright(data: bytes) -> bytes:
     if turn is None:
         return data
     buffer = io.BytesIO()
-    decode_image(data).transpose(turn).save(buffer, image.format, quality=90)
+    decode_image(data).transpose(turn).save(buffer, _format(image), quality=90)
     return buffer.getvalue()
