@@ -99,11 +99,13 @@ def get_sft(
 def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     """Return a row with `messages`, or with `prompt` and `response`; raises `ValueError`.
 
-    Of `messages` that were given in two parts, the first `num_given` are the prompt.
+    A `completion` is a response. Of `messages` that were given in two parts, the first `num_given` are the prompt.
     """
     adapted = how.adapt(raw) if how.adapt and not config.columns else raw
     row = apply_columns(adapted, config.columns or how.columns)
     refuse_images(row)
+    if "completion" in row and "response" not in row:
+        row = {**row, "response": row["completion"]}
     if "messages" in row:
         check_messages("messages", row["messages"])
         # Some conversations have their first message as `prompt` too.

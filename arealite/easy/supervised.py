@@ -69,15 +69,13 @@ class SFTTrainer(_Supervised):
     def load(self, data: list[Row] | str, config: Any) -> Any:
         if isinstance(data, str):
             return load_sft(config, self.tokenizer)
-        raw = map_rows(data, lambda row: _read_conversation(apply_columns(row, config.columns)), config.path)
+        raw = map_rows(data, lambda row: _read_row(apply_columns(row, config.columns)), config.path)
         return get_sft(dataclasses.replace(config, columns={}), self.tokenizer, raw=raw)
 
 
-def _read_conversation(row: Row) -> Row:
-    """Return `messages`, or `prompt` and `response`, of a row in one of TRL's layouts."""
+def _read_row(row: Row) -> Row:
+    """Return a row without empty columns; one with only `text` raises `ValueError`."""
     row = without_empty(row, "messages", "prompt")
-    if "completion" in row and "response" not in row:
-        row = {**{name: value for name, value in row.items() if name != "completion"}, "response": row["completion"]}
     if "text" in row and not {"messages", "prompt"} & row.keys():
         raise ValueError("it has only `text`: give `messages`, or `prompt` and `response`, which says what to train on")
     return row

@@ -75,7 +75,7 @@ def test_only_turns_of_the_assistant_are_trained(template, pieces):
     [
         ({"conversations": CHAT}, r"\. Set columns\.messages=conversations, or rename that column to `messages`"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "write `from` as `role` .* as the column `messages`"),
-        ({"prompt": [CHAT[1]], "completion": [CHAT[2]]}, r"\. Set columns\.response"),
+        ({"prompt": [CHAT[1]], "reply": [CHAT[2]]}, r"\. Set columns\.response"),
         ({"question": "a", "response": "b"}, r"\. Set columns\.prompt"),
     ],
 )
@@ -125,7 +125,7 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     path.write_text(json.dumps({"messages": CHAT, "prompt": "hi", "prompt_id": "x"}) + "\n")
     assert load() == tokenize_chat(CHAT, tokenizer)
     # A prompt of messages is not trained, whatever turns it has.
-    rows = [{"prompt": CHAT[:4], "response": CHAT[4:]}, {"prompt": CHAT[1:4], "response": CHAT[4:]}]
+    rows = [{"prompt": CHAT[:4], "completion": CHAT[4:]}, {"prompt": CHAT[1:4], "response": CHAT[4:]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for system_prompt, begins in ((None, "<user>hi"), ("S", "<system>S\n<user>hi")):
         pieces = [trained(row, tokenizer) for row in load(system_prompt=system_prompt)]
