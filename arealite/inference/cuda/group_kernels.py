@@ -1,6 +1,7 @@
 """Triton kernels of mixtures of experts: choice, tokens grouped by expert, products of each group.
 
 They round where the functions of transformers do, so that engine and trainer compute the same up to the order of sums.
+For EARLY see `split_kernels`.
 
 Legend: T tokens, K experts of a token, S = T · K pairs of both, E experts; `size` is that of hidden states and
 `inner_size` that of an expert.
