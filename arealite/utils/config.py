@@ -336,7 +336,8 @@ def _check_keys(values: DictConfig, cls: type, source: str, root: type, prefix: 
         path = f"{prefix}{key}"
         if key not in kinds:
             raise ConfigError(f"unknown key {path!r} in {source}: {nearest_key(key, cls, prefix, root)}")
-        child, named, node = dataclass_of(kinds[key]), named_sections(kinds[key]), values._get_node(key)
+        child, named = dataclass_of(kinds[key]), named_sections(kinds[key])
+        node: Any = values._get_node(key)
         expected = {list: ListConfig, dict: DictConfig}.get(typing.get_origin(without_null(kinds[key])))
         is_open = node._is_none() or node._is_interpolation() or node._is_missing()
         if expected is not None and not isinstance(node, expected) and not is_open:
