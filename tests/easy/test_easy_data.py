@@ -4,7 +4,7 @@ import pytest
 
 from arealite.api.errors import DatasetError
 from arealite.easy.data import as_prompts, read_data
-from arealite.easy.supervised import _read_conversation
+from arealite.easy.supervised import _read_row
 
 ROWS = [{"prompt": "1+1?", "answer": "2"}]
 
@@ -44,10 +44,10 @@ def test_columns_that_are_none_beside_another_layout_do_not_count():
     mixed = [{"prompt": None, "messages": chat}, {"prompt": "1+1?", "messages": None}]
     assert as_prompts(mixed, "train_dataset", {}, keeps_prompt=False) == [{"messages": chat}, {"prompt": "1+1?"}]
     answered = [*chat, {"role": "assistant", "content": "2"}]
-    rows = [_read_conversation({"messages": answered, "prompt": None, "completion": None})]
-    rows += [_read_conversation({"messages": None, "prompt": "1+1?", "completion": "2"})]
+    rows = [_read_row({"messages": answered, "prompt": None, "completion": None})]
+    rows += [_read_row({"messages": None, "prompt": "1+1?", "completion": "2"})]
     assert rows[0]["messages"] == answered and "prompt" not in rows[0]
-    assert "messages" not in rows[1] and rows[1]["response"] == "2"
+    assert "messages" not in rows[1] and rows[1]["completion"] == "2"
     with pytest.raises(DatasetError, match="its `prompt` is None"):
         as_prompts([{"prompt": None, "messages": None}], "train_dataset", {}, keeps_prompt=False)
 
