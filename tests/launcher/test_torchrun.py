@@ -138,6 +138,7 @@ def test_machines_join_and_leave_a_run(work):
     script = str(examples / "reverse_grpo.py")
     run = [sys.executable, "-m", "arealite.launcher.torchrun", script, *argv]
     folder = work / "runs" / "demo" / "reverse"
+    config = folder / "config.yaml"
     logs = [(work / f"machine{i}.log").open("w") for i in range(2)]
 
     def steps() -> list[int]:
@@ -149,7 +150,7 @@ def test_machines_join_and_leave_a_run(work):
         """Until so many ranks have made two steps."""
         deadline, before = time.monotonic() + 100, None
         while before is None or len(steps()) < before + 2:
-            ready = f"fsdp:d{count}p" in (folder / "config.yaml").read_text() if folder.exists() else False
+            ready = config.exists() and f"fsdp:d{count}p" in config.read_text()
             before = len(steps()) if ready and before is None else before
             assert time.monotonic() < deadline, (work / "machine0.log").read_text()[-3000:]
             time.sleep(0.1)
