@@ -21,8 +21,6 @@ from arealite.api.io_struct import IMAGE_FILES, IMAGE_INDEX, IMAGE_NAMES, Batch
 # Larger images are not kept beside rollouts.
 MAX_KEPT_IMAGE = 1 << 20
 _LENGTH_BYTES = 4
-# Marks the place of an image in the texts of datasets.
-IMAGE_MARK = "<image>"
 
 
 @dataclass(frozen=True)
@@ -68,42 +66,6 @@ def has_image_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
         if isinstance(content, Sequence) and not isinstance(content, str)
         for part in content
     )
-
-
-def image_parts(text: str) -> list[dict[str, str]]:
-    """Return a text as parts of a message: one of type `image` for each mark, and the text between them."""
-    parts: list[dict[str, str]] = []
-    for i, piece in enumerate(text.split(IMAGE_MARK)):
-        parts += [{"type": "image"}] * (i > 0)
-        parts += [{"type": "text", "text": piece}] * bool(piece)
-    return parts
-
-
-def with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return messages with parts for images, where texts have marks if there are no parts yet.
-
-    Without marks, images come first in the first message of the user. What the assistant wrote has no marks.
-    """
-    if has_image_parts(messages):
-        return messages
-    placed = [message if message.get("role") == "assistant" else _split_marks(message) for message in messages]
-    first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
-    if has_image_parts(placed) or not count or first is None:
-        return placed
-    content = [*[{"type": "image"}] * count, *_text_parts(messages[first])]
-    return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
-
-
-def _text_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content") or []
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _split_marks(message: dict[str, Any]) -> dict[str, Any]:
-    texts = [part.get("text") for part in _text_parts(message)]
-    if not any(isinstance(text, str) and IMAGE_MARK in text for text in texts):
-        return message
-    return {**message, "content": [part for text in texts for part in image_parts(str(text or ""))]}
 
 
 def stop_at_placeholders(reader: ImageReader, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:

@@ -135,7 +135,7 @@ def collate_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
     """Make one padded batch of the sides of all pairs; `pair_ids` and `is_chosen` tell the rows apart."""
     sides = [(number, side) for number, row in enumerate(rows) for side in _SIDES if side in row]
     batch = collate_sft([rows[number][side] for number, side in sides], tokenizer)
-    ids, chosen = ([number + 1 for number, _ in sides], [int(side == "chosen") for _, side in sides])
+    ids, chosen = [number + 1 for number, _ in sides], [int(side == "chosen") for _, side in sides]
     return batch | {"pair_ids": torch.tensor(ids), "is_chosen": torch.tensor(chosen)}
 
 

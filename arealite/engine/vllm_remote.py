@@ -15,7 +15,7 @@ from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
-from arealite.utils.images import to_data_url
+from arealite.utils.images.encoded import to_data_url
 from arealite.weights.fingerprint import Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S

@@ -8,8 +8,11 @@ _KINDS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("miles?|mi", 63_360), ("yards?|yds?", 36), ("feet|foot|ft", 12), ("inch(?:es)?|in", 1)),
     (("km|kilomet(?:er|re)s?", 10**6), ("m|met(?:er|re)s?", 1000), ("cm|centimet(?:er|re)s?", 10), ("mm", 1)),
     (
-        *(("weeks?", 604_800), ("days?", 86_400), ("hours?|hrs?|h", 3600)),
-        *(("minutes?|mins?|m", 60), ("seconds?|secs?|s", 1)),
+        ("weeks?", 604_800),
+        ("days?", 86_400),
+        ("hours?|hrs?|h", 3600),
+        ("minutes?|mins?|m", 60),
+        ("seconds?|secs?|s", 1),
     ),
     (("years?|yrs?", 12), ("months?", 1)),
     (("pounds?|lbs?", 16), ("ounces?|oz", 1)),

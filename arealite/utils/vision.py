@@ -23,12 +23,14 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.io_struct import Batch
-from arealite.api.vision_api import IMAGE_MARK, PlacedImage, image_parts, with_image_parts
-from arealite.utils.images import check_count, decode_image, from_data_url, image_bytes
+from arealite.api.vision_api import PlacedImage, has_image_parts
+from arealite.utils.images.encoded import check_count, decode_image, from_data_url, image_bytes
 from arealite.utils.script_check import end_check
 
 # What the processors of supported families return for images.
 _INPUTS = ({"pixel_values", "image_grid_thw"}, {"pixel_values"})
+# Marks the place of an image in the texts of datasets.
+_MARK = "<image>"
 TEXT_COLUMNS = ("prompt", "problem", "question")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
 
@@ -135,19 +137,19 @@ class VisionProcessor:
         listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
         images = [image_bytes(image, image_folder) for image in listed]
         if data.get("messages") is not None:
-            return self.encode_messages(with_image_parts(data["messages"], len(images)), images, **variables)
+            return self.encode_messages(_with_image_parts(data["messages"], len(images)), images, **variables)
         if "input_ids" in data:
             return self.match(list(data["input_ids"]), images)
         column = next((key for key in TEXT_COLUMNS if isinstance(data.get(key), str)), None)
         if column is None:
             raise DatasetError(f"a row has the columns {sorted(data)}; expected `messages` or one of {TEXT_COLUMNS}")
         text: str = data[column]
-        pieces = text.split(IMAGE_MARK)
+        pieces = text.split(_MARK)
         if column == "prompt" or not self.chat_template:
             missing = len(images) if len(pieces) == 1 and self.image_token not in text else 0
             return self.encode(self.image_token * missing + self.image_token.join(pieces), images)
         first: list[dict[str, str]] = [{"type": "image"}] * (len(images) if len(pieces) == 1 else 0)
-        message = {"role": "user", "content": first + image_parts(text)}
+        message = {"role": "user", "content": first + _image_parts(text)}
         return self.encode_messages([message], images, **variables)
 
     def match(self, input_ids: list[int], images: list[bytes]) -> VisionPrompt:
@@ -241,6 +243,42 @@ class VisionProcessor:
         except (ValueError, ArithmeticError, LookupError, RuntimeError) as error:
             raise RequestError(f"the image processor rejects an image of {picture.size}: {error}") from error
         return {k: v for k, v in outputs.items() if k not in ("attention_mask", "mm_token_type_ids")}
+
+
+def _image_parts(text: str) -> list[dict[str, str]]:
+    """Return a text as parts of a message: one of type `image` for each mark, and the text between them."""
+    parts: list[dict[str, str]] = []
+    for i, piece in enumerate(text.split(_MARK)):
+        parts += [{"type": "image"}] * (i > 0)
+        parts += [{"type": "text", "text": piece}] * bool(piece)
+    return parts
+
+
+def _with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return messages with parts for images, where texts have marks if there are no parts yet.
+
+    Without marks, images come first in the first message of the user. What the assistant wrote has no marks.
+    """
+    if has_image_parts(messages):
+        return messages
+    placed = [message if message.get("role") == "assistant" else _split_marks(message) for message in messages]
+    first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
+    if has_image_parts(placed) or not count or first is None:
+        return placed
+    content = [*[{"type": "image"}] * count, *_text_parts(messages[first])]
+    return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
+
+
+def _text_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content") or []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _split_marks(message: dict[str, Any]) -> dict[str, Any]:
+    texts = [part.get("text") for part in _text_parts(message)]
+    if not any(isinstance(text, str) and _MARK in text for text in texts):
+        return message
+    return {**message, "content": [part for text in texts for part in _image_parts(str(text or ""))]}
 
 
 def _load_processor(path: str) -> Any:

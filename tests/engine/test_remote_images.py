@@ -13,7 +13,7 @@ from arealite.engine.remote.server import Server, ServerInfo
 from arealite.engine.sglang_remote import RemoteSGLangEngine, SGLangClient
 from arealite.engine.vllm_remote import VLLMClient
 from arealite.inference.engine import Engine
-from arealite.utils.images import to_data_url
+from arealite.utils.images.encoded import to_data_url
 from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
 from tests.inference.conftest import served
 from tests.tiny_vision import make_vision_model, picture

@@ -9,7 +9,7 @@ import pytest
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.vision import collate_vision_sft
-from arealite.utils.images import decode_image
+from arealite.utils.images.encoded import decode_image
 from arealite.utils.vision import VisionProcessor
 from tests import warm_python
 

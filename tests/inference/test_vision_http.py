@@ -9,7 +9,7 @@ import pytest
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
-from arealite.utils.images import MAX_IMAGES, to_data_url
+from arealite.utils.images.encoded import MAX_IMAGES, to_data_url
 from tests.inference.conftest import served
 from tests.tiny_vision import make_vision_model, picture, placeholder
 

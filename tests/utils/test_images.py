@@ -11,8 +11,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from arealite.api.errors import RequestError
-from arealite.utils import images
-from arealite.utils.images import decode_image, from_base64, from_data_url, image_bytes, read_image, to_data_url
+from arealite.utils.images import encoded as images
+from arealite.utils.images.encoded import decode_image, from_base64, from_data_url, image_bytes, read_image, to_data_url
 from tests.tiny_vision import picture
 
 

@@ -9,7 +9,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from arealite.api.errors import ConfigError, RequestError
 from arealite.utils.data import concat_padded, select_rows, split_groups
-from arealite.utils.images import decode_image
+from arealite.utils.images.encoded import decode_image
 from arealite.utils.vision import VisionProcessor
 from tests.tiny_model import make_model, make_tokenizer
 from tests.tiny_vision import KINDS, make_vision_model, picture, placeholder

@@ -9,7 +9,7 @@ from arealite.api.errors import DatasetError, RequestError, TrainingError
 from arealite.core.episode import TrajectoryError, check_trajectories, to_bytes
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
-from arealite.utils.images import decode_image
+from arealite.utils.images.encoded import decode_image
 from arealite.utils.vision import VisionProcessor
 from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
 from tests.engine.engine_testing import SPEC, engine_config

@@ -12,7 +12,7 @@ from arealite.api.rollout_api import Environment
 from arealite.api.trajectory import Trajectory
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
-from arealite.utils.images import to_data_url
+from arealite.utils.images.encoded import to_data_url
 from arealite.utils.vision import VisionProcessor
 from arealite.workflow.agentic import AgenticWorkflow
 from arealite.workflow.openai import AgentWorkflow

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from arealite.api.errors import ConfigError, RequestError
-from arealite.utils.images import decode_image
+from arealite.utils.images.encoded import decode_image
 
 logger = logging.getLogger("arealite.ledger")
 MAX_FOLDER_BYTES = 1 << 30

@@ -1,12 +1,12 @@
 """Images in requests: base64, `data:` URLs, and files of the folder that the server is told to read.
 
-Nothing is fetched from the network, and no other file is read. Sizes and formats are checked in `utils.images`.
+Nothing is fetched from the network, and no other file is read. Sizes and formats are checked in `utils.images.encoded`.
 """
 
 from typing import Any
 
 from arealite.api.errors import RequestError
-from arealite.utils.images import check_count, from_base64, from_data_url, read_image
+from arealite.utils.images.encoded import check_count, from_base64, from_data_url, read_image
 
 _FILE = "file://"
 
