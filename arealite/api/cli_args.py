@@ -148,9 +148,7 @@ class LauncherConfig(Section):
     )
     trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0, PORT)
     stop_timeout_s: float = _help("Grace period between SIGTERM and SIGKILL.", 10.0, SECONDS)
-    save_timeout_s: float = _help(
-        "How long ranks may take to save a checkpoint after the first Ctrl+C or SIGTERM.", 600.0, SECONDS
-    )
+    save_timeout_s: float = _help("Limit for a checkpoint after the first Ctrl+C or SIGTERM.", 600.0, SECONDS)
     server_restarts: int = _help("How often dead servers are restarted before the run fails.", 2, NOT_NEGATIVE)
     max_servers: int | None = _help(
         "Ray only: add servers up to this many while requests wait; idle ones end.", None, Range(0, 100_000)
@@ -172,9 +170,7 @@ class BaseExperimentConfig(Section):
     total_train_epochs: int | None = _help(
         "Passes over the training data; null: one, or as many as total_train_steps needs.", None, AT_LEAST_1
     )
-    total_train_steps: int | None = _help(
-        "Steps of the run; with total_train_epochs it ends after the earlier of both.", None, AT_LEAST_1
-    )
+    total_train_steps: int | None = _help("Steps; with total_train_epochs, the earlier ends the run.", None, AT_LEAST_1)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
     train_datasets: dict[str, MixtureSourceConfig] = _help(
@@ -182,9 +178,8 @@ class BaseExperimentConfig(Section):
     )
     valid_dataset: ValidationDatasetConfig | None = _help("Validation data; statistics call it `valid`.", None)
     valid_datasets: dict[str, ValidationDatasetConfig] = _help("Several validation sets, by name.", dict)
-    reward: str | None = _help(
-        "RL: built-in reward or package.module:function for datasets that name none; null: the task's.", None
-    )
+    reward: str | None = _help("RL: built-in reward, folder of a reward model, or package.module:function.", None)
+    reward_timeout_s: float | None = _help("Deadline of a reward; null: 15 s, of a coroutine 1800 s.", None, SECONDS)
     workflow: str | None = _help(
         "RL: package.module:Class of your own workflow; null: one answer to each prompt (RLVRWorkflow).", None
     )
@@ -292,12 +287,14 @@ class DPOConfig(BaseExperimentConfig):
     """Preference learning without a reward model (DPO family)."""
 
     model: PreferenceConfig = _help("The trained model.", PreferenceConfig)
-    ref: FrozenEngineConfig | None = _help("The reference; null for orpo and simpo.", None)
+    ref: FrozenEngineConfig | None = _help("The reference; null: the model before training; orpo, simpo: none.", None)
+
+    def __post_init__(self) -> None:
+        if self.ref is None and self.model.needs_reference:
+            self.ref = FrozenEngineConfig.start_of(self.model)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.model.needs_reference and self.ref is None:
-            yield f"model.loss={self.model.loss} compares with a reference policy: set ref.path"
         if not self.model.needs_reference and self.ref is not None:
             yield f"model.loss={self.model.loss} has no reference policy: leave ref out (ref=null)"
         if self.model.loss == "kto" and (size := self.train_dataset.batch_size) < 2 * self.num_shares:
@@ -314,21 +311,21 @@ class GRPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = _help("Asynchronous rollout.", InferenceEngineConfig)
     actor: PPOActorConfig = _help("The trained policy.", PPOActorConfig)
     critic: PPOCriticConfig | None = _help("The value function of algorithm=ppo.", None)
-    ref: FrozenEngineConfig | None = _help("The reference policy; null without KL.", None)
+    ref: FrozenEngineConfig | None = _help("The reference policy; null: with KL, the actor before training.", None)
     teacher: FrozenEngineConfig | None = _help("The policy to distil from; null without distillation.", None)
     dynamic_sampling: bool = _help("Reject groups whose rewards are all equal (DAPO).", False)
     server: ServerConfig = _help("The embedded server.", ServerConfig)
     sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict, secret=True)
     vllm: dict[str, Any] = _help("Flags passed to vLLM as they are.", dict, secret=True)
 
+    def __post_init__(self) -> None:
+        if self.ref is None and (self.actor.kl_ctl or self.actor.kl_loss_coef):
+            self.ref = FrozenEngineConfig.start_of(self.actor)
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         actor, gconfig = self.actor, self.gconfig
         objective = resolve_objective(actor)
-        kl = actor.kl_ctl or actor.kl_loss_coef
-        if kl and self.ref is None:
-            key = "kl_ctl" if actor.kl_ctl else "kl_loss_coef"
-            yield f"actor.{key}={kl} needs a reference policy: set ref.path"
         if bool(actor.distill_coef) != (self.teacher is not None):
             yield "distillation needs both: set teacher.path and actor.distill_coef, or neither"
         if objective.needs_critic and self.critic is None:
@@ -391,6 +388,9 @@ class EvalConfig(GRPOConfig):
     version: int = _help("Weight version of the evaluated model: the steps that it was trained.", 0, NOT_NEGATIVE)
     results_dir: str = _help("Run directory that gets statistics and answers; empty: the evaluation's own.", "")
     adapter: str = _help("PEFT folder of a LoRA adapter that servers apply to actor.path.", "")
+
+    def __post_init__(self) -> None:
+        """An evaluation needs no reference policy."""
 
     def problems(self) -> Iterator[str]:
         yield from self._validation_problems()

@@ -32,7 +32,7 @@ class DataSourceConfig(Section):
         dict,
         any_text=True,
     )
-    reward: str | None = _help("Built-in reward or package.module:function; null: `reward`, or the task's.", None)
+    reward: str | None = _help("As `reward`, for this dataset; null: `reward`, or the task's.", None)
     system_prompt: str | None = _help(
         "Put before every prompt; messages that begin with a system message keep that one.", None, any_text=True
     )

@@ -3,9 +3,10 @@
 Part of the tree in `cli_args`. The values that each algorithm implies or rejects are in `algorithms`.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.config_field import (
@@ -171,6 +172,13 @@ class FrozenEngineConfig(TrainEngineConfig):
 
     optimizer: OptimizerConfig | None = _help("A frozen model has none.", None)
 
+    @classmethod
+    def start_of(cls, policy: TrainEngineConfig) -> Self:
+        """Return the reference policy that a trained one starts from."""
+        own: dict[str, Any] = {"optimizer": None, "lora_rank": 0, "lora_alpha": None, "lora_targets": []}
+        shared = {field.name: getattr(policy, field.name) for field in dataclasses.fields(TrainEngineConfig)}
+        return cls(**{**shared, **own})
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.optimizer is not None:
@@ -280,8 +288,10 @@ class PreferenceConfig(TrainEngineConfig):
     default_lr: ClassVar[float] = 1e-6
 
     loss: str = _choice("Which preference loss.", "dpo", "ipo", "kto", "orpo", "simpo")
-    beta: float = _help("Strength of the pull to the reference (simpo: of the margin).", 0.1, POSITIVE)
-    margin: float = _help("simpo: target margin between chosen and rejected.", 0.0, ANY_NUMBER)
+    beta: float | None = _help(
+        "Factor of log-ratios (orpo: of the odds; simpo: of log-probs); null: 0.1, simpo 2.", None, POSITIVE
+    )
+    margin: float | None = _help("simpo: target margin between chosen and rejected; null: 1.", None, ANY_NUMBER)
     desirable_weight: float = _help("kto: weight of good answers in the loss.", 1.0, POSITIVE)
     undesirable_weight: float = _help("kto: weight of bad answers in the loss.", 1.0, POSITIVE)
 
@@ -292,6 +302,15 @@ class PreferenceConfig(TrainEngineConfig):
         for name in ("desirable_weight", "undesirable_weight"):
             if getattr(self, name) != 1 and self.loss != "kto":
                 yield f"{name}={getattr(self, name)} is of loss=kto only, not of {self.loss}"
+
+    @property
+    def factor(self) -> float:
+        """`beta`, or what the papers use."""
+        return self.beta or (2.0 if self.loss == "simpo" else 0.1)
+
+    @property
+    def target_margin(self) -> float:
+        return 1.0 if self.margin is None else self.margin
 
     @property
     def needs_reference(self) -> bool:

@@ -44,9 +44,9 @@ class GRPOTrainer(EasyTrainer):
         processing_class: the tokenizer; by default the model's.
         peft_config: PEFT's `LoraConfig`.
         reward_fn: `def reward(completion, **columns) -> float`, `def reward(completions, **columns) -> list[float]`,
-            a name that ships (`"math"`), or a list of them. By default that of a dataset with a built-in task.
+            a name that ships (`"math"`), the folder of a reward model, or a list of them. By default that of a dataset
+            with a built-in task.
         reward_weights: weights of several rewards.
-        reward_timeout_s: deadline of one call of a reward.
         config: a nested dict of configuration keys, a YAML file, or a `GRPOConfig` of arealite.
         options: configuration keys (`total_train_steps=100`, `**{"actor.optimizer.lr": 1e-5}`) or fields of TRL's
             arguments (`learning_rate=1e-5`).
@@ -72,7 +72,6 @@ class GRPOTrainer(EasyTrainer):
         *,
         reward_fn: Any = None,
         reward_weights: Sequence[float] | None = None,
-        reward_timeout_s: float = 60.0,
         config: Any = None,
         **options: Any,
     ):
@@ -91,7 +90,6 @@ class GRPOTrainer(EasyTrainer):
         self._is_trl = reward_funcs is not None
         self._functions = reward_fn if reward_funcs is None else reward_funcs
         self._weights = given.fields.get("reward_weights") if reward_weights is None else reward_weights
-        self.reward_timeout_s = reward_timeout_s
         self._thinks = _thinks(given.fields.get("chat_template_kwargs"))
         self.parts: list[RewardPart] = []
         super().__init__(model, train_dataset, eval_dataset, processing_class, given)
@@ -123,15 +121,10 @@ class GRPOTrainer(EasyTrainer):
                 )
             return find_reward(data, self.config.reward)
         several = self._functions if isinstance(self._functions, list | tuple) else [self._functions]
-        model = next((fn for fn in several if isinstance(fn, str) and "/" in fn), None)
-        if model is not None:
-            raise ConfigError(
-                f"the reward {model!r} names a model: pass LocalRewardModel({model!r}) of arealite.reward.model"
-            )
         return [find_reward(data, fn) if isinstance(fn, str) else fn for fn in several]
 
     def run(self, config: GRPOConfig, resume_from_checkpoint: str | bool | None) -> int:
-        rewards = Rewards(self.parts, self.reward_timeout_s)
+        rewards = Rewards(self.parts, config.reward_timeout_s)
         if rewards.in_threads:
             show_message(
                 f"note: the reward {', '.join(rewards.in_threads)} runs on threads of this process. If it takes "

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, GRPOConfig
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset.loader import check_training_rows
 from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
@@ -35,7 +35,7 @@ _RL: Keys = {
 }
 _RL_ON_CPU: Keys = {"train_dataset.batch_size": 8, "gconfig.max_new_tokens": 128, "rollout.pause_mode": "in_place"}
 # Arguments of `GRPOTrainer` that are neither keys nor fields of TRL.
-_REWARD_ARGUMENTS = {"reward_fn", "reward_funcs", "reward_weights", "reward_timeout_s", "train_dataset", "eval_dataset"}
+_REWARD_ARGUMENTS = {"reward_fn", "reward_funcs", "reward_weights", "train_dataset", "eval_dataset"}
 _RL_ON_GPU: Keys = {
     "train_dataset.batch_size": 64,
     "gconfig.max_new_tokens": 1024,
@@ -160,11 +160,6 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
         if on_gpu and is_plain_grpo:
             defaults["actor.prox_logp"] = "interpolate"
         defaults |= _implied(given, int(given.get("gconfig.max_new_tokens", defaults["gconfig.max_new_tokens"])))
-    if _needs_reference(given, cls) and given.get("ref.path") is None:
-        dtype = given.get(f"{section}.dtype", defaults[f"{section}.dtype"])
-        defaults |= {"ref.path": model, "ref.dtype": dtype, "ref.device": device}
-        # Then it is the policy without its adapters.
-        defaults["ref.frozen_weight_dtype"] = given.get(f"{section}.frozen_weight_dtype", "auto")
     sources = [(name, _without(values, ("warmup_steps",))) for name, values in given.sources]
     has_sets = given.get("valid_dataset") is not None or given.get("valid_datasets")
     if not has_sets and not any(key.startswith("valid_dataset") for key in data):
@@ -194,12 +189,6 @@ def _implied(given: Given, max_new_tokens: int) -> dict[str, Any]:
     if given.get("actor.loss_mean") == "constant" or given.get("actor.algorithm") in ("dr_grpo", "dapo"):
         found["actor.max_answer_length"] = max_new_tokens
     return found
-
-
-def _needs_reference(given: Given, cls: type[BaseExperimentConfig]) -> bool:
-    if issubclass(cls, GRPOConfig):
-        return bool(given.get("actor.kl_loss_coef") or given.get("actor.kl_ctl"))
-    return issubclass(cls, DPOConfig) and given.get("model.loss", "dpo") in ("dpo", "ipo", "kto")
 
 
 def fit_to_rows(config: C, given: Given, num_rows: int) -> C:

@@ -25,6 +25,8 @@ Row = dict[str, Any]
 # The column with a row's prompt as the dataset has it, for functions of TRL's kind.
 ASKED = "arealite_prompt"
 _MAX_THREADS = 8
+# Of functions that are not awaited.
+_TIMEOUT_S = 60.0
 _MAX_TEXT = 10_000
 _MAX_FRAMES = 5
 _OF_ONE = {"prompt", "completion", "prompt_ids"}
@@ -78,8 +80,8 @@ def read_rewards(functions: Any, weights: Sequence[float] | None) -> list[Reward
 def _read_reward(fn: Any, weight: float, taken: list[str]) -> RewardPart:
     if not callable(fn) or hasattr(fn, "state_dict"):
         raise ConfigError(
-            f"the reward {_show(fn)} is no function: give a function, or a list of them. For a reward model use "
-            "arealite.reward.model.LocalRewardModel(path)"
+            f"the reward {_show(fn)} is no function: give a function, or a list of them. Of a reward model give its "
+            "folder, as text"
         )
     name = getattr(fn, "__name__", type(fn).__name__)
     name = name if name.isidentifier() and name != "reward" else f"reward{len(taken) + 1}"
@@ -133,8 +135,9 @@ def _is_importable(fn: Any) -> bool:
 class Rewards(RewardPool):
     """The weighted sum of reward functions. A workflow uses it both as its reward and as its pool."""
 
-    def __init__(self, parts: Sequence[RewardPart], timeout_s: float):
+    def __init__(self, parts: Sequence[RewardPart], timeout_s: float | None):
         super().__init__(timeout_s=timeout_s)
+        self.timeout_s = timeout_s or _TIMEOUT_S
         never_import_script()
         self.parts = list(parts)
         self.__name__ = self.__qualname__ = "+".join(part.name for part in parts)
@@ -189,14 +192,15 @@ class Rewards(RewardPool):
         """Call a function on a thread, or await it, with a deadline."""
         if self._turns is None:
             self._turns = asyncio.Semaphore(_MAX_THREADS)
+        timeout_s = self.await_timeout_s if is_async(part.fn) else self.timeout_s
         try:
-            async with self._turns, asyncio.timeout(self.timeout_s) as deadline:
+            async with self._turns, asyncio.timeout(timeout_s) as deadline:
                 return await (call() if is_async(part.fn) else run_beside(call))
         # Reward code may raise anything, also a TimeoutError of its own.
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise RewardError(
-                    f"reward {part.label} did not return within {self.timeout_s:g} s (reward_timeout_s)"
+                    f"reward {part.label} did not return within {timeout_s:g} s (reward_timeout_s)"
                 ) from error
             raise RewardError(f"reward {part.label} raised {_trace_of(part.fn, error)[:_MAX_TEXT]}") from error
 

@@ -37,7 +37,7 @@ class JudgeReward:
     of the row; long texts are cut in the middle to `max_chars`. The score is the last `Score: N` of the reply, within
     `scale`. A reply without one is asked for again once, then it is a `RewardError`, or `default` if that is given.
     Equal questions are asked once: their scores are kept in memory, or in an SQLite file (`cache_path`). The limits are
-    those of `Endpoint`; the deadline of the workflow (`reward_timeout_s`) must be longer than `deadline_s`.
+    those of `Endpoint`; a `reward_timeout_s` that is set must be longer than `deadline_s`.
     """
 
     def __init__(

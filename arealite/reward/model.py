@@ -1,14 +1,13 @@
-"""Reward models: served by SGLang or vLLM, or loaded in the process that computes rewards."""
+"""Reward models: served by SGLang or vLLM, or loaded in a process of the run."""
 
+import json
 from collections.abc import Sequence
-from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
-
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from arealite.api.errors import ConfigError, RewardError
 from arealite.reward.endpoint import Endpoint
+from arealite.reward.model_process import ModelSpec, shared_process
 from arealite.utils.text import clean
 
 
@@ -55,16 +54,20 @@ class ServedRewardModel:
 class LocalRewardModel:
     """The score of a sequence classifier of Hugging Face, such as `trainer.type=rw` trains.
 
-    It is loaded once in each process that computes rewards: give the workflow `RewardPool(num_workers=1)`, or pass
-    `reward_inline=True`. With `uses_ids` the tokens are scored as they are; the policy must then have the tokenizer of
-    the reward model. Otherwise the text, with the special tokens that the prompt has, is encoded anew and ended as in
-    training. Only the last `max_tokens` are read.
+    `path` is a folder, or a name of the hub. A process of its own loads it with the first answer, on the trainer's GPU
+    if there is one (`device`), and scores the answers that wait together. Each rollout worker has such a process.
+    With `uses_ids` the tokens are scored as they are; the policy must then have the tokenizer of the reward model.
+    Otherwise the text, with the special tokens that the prompt has, is encoded anew and ended as in training. Only the
+    last `max_tokens` are read.
     """
 
-    def __init__(self, path: str, device: str = "cpu", uses_ids: bool = False, max_tokens: int = 4096):
-        self.path, self.device, self.uses_ids, self.max_tokens = path, device, uses_ids, max_tokens
+    def __init__(self, path: str, device: str = "auto", uses_ids: bool = False, max_tokens: int = 4096):
+        self.uses_ids, self.spec = uses_ids, ModelSpec(_check_folder(path), device, max_tokens)
 
-    def __call__(
+    def __repr__(self) -> str:
+        return f"LocalRewardModel({self.spec.path!r})"
+
+    async def __call__(
         self,
         prompt: str = "",
         completion: str = "",
@@ -72,25 +75,25 @@ class LocalRewardModel:
         completion_ids: Sequence[int] = (),
         **data: Any,
     ) -> float:
-        tokenizer, model = _load(self.path, self.device)
-        ids = [*prompt_ids, *completion_ids] if self.uses_ids else _encode(tokenizer, prompt + completion)
-        with torch.inference_mode():
-            batch = torch.tensor([ids[-self.max_tokens :]], device=self.device)
-            return float(model(batch, attention_mask=torch.ones_like(batch)).logits[0, 0])
+        answer = [*prompt_ids, *completion_ids] if self.uses_ids else prompt + completion
+        return await shared_process(self.spec).score(answer)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    ids, end = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
-
-
-@lru_cache(maxsize=2)
-def _load(path: str, device: str) -> tuple[Any, Any]:
+def _check_folder(path: str) -> str:
+    """Return an absolute folder, or the name of a model of the hub; raises `ConfigError` for others."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+            raise ConfigError(f"there is no reward model in {path}: give a folder, or a name of the hub (owner/name)")
+        return path
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a reward model from {path}: {str(error).strip().splitlines()[0]}") from error
-    if model.config.num_labels != 1:
-        raise ConfigError(f"{path} has {model.config.num_labels} labels; a reward model has one")
-    return tokenizer, model.eval().to(device)
+        raise ConfigError(f"cannot load a reward model from {path}: {error}") from None
+    kinds = config.get("architectures") or ["no model"]
+    if not kinds[0].endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{path} holds {kinds[0]}; a reward model is a sequence classifier with one output, such as "
+            "trainer.type=rw trains"
+        )
+    return str(folder.resolve())

@@ -26,6 +26,9 @@ from arealite.utils.pools.process_pool import WorkerLost, WorkerProcess, WorkerT
 from arealite.utils.process import is_computing
 from arealite.utils.trace.tracing import part_of_episode
 
+# Deadlines of one row in a worker, and of coroutine functions, which wait for services with deadlines of their own.
+TIMEOUT_S = 15.0
+AWAIT_TIMEOUT_S = 1800.0
 # While jobs wait: how often to check whether more workers would help.
 _GROWTH_INTERVAL_S = 0.1
 # A job that more checks in a row find blocked counts before its worker has reported for how long it was. Checks, not
@@ -39,12 +42,16 @@ _MAX_TEXT = 10_000
 
 
 class RewardPool(JobPool):
-    """Computes in `num_workers` processes, and in up to `max_workers` while those are blocked in jobs."""
+    """Computes in `num_workers` processes, and in up to `max_workers` while those are blocked in jobs.
 
-    def __init__(self, num_workers: int = 0, timeout_s: float = 15.0, max_workers: int = 64):
+    `timeout_s` is the deadline of a reward; None: 15 s in a worker, half an hour for coroutine functions.
+    """
+
+    def __init__(self, num_workers: int = 0, timeout_s: float | None = None, max_workers: int = 64):
         self.num_workers = num_workers or max(2, min(8, len(os.sched_getaffinity(0)) // 2))
         super().__init__(self.num_workers, _answer, "arealite-reward")
-        self.timeout_s = timeout_s
+        self._given_timeout_s = timeout_s
+        self.timeout_s, self.await_timeout_s = timeout_s or TIMEOUT_S, timeout_s or AWAIT_TIMEOUT_S
         self.max_workers = max(max_workers, self.num_workers)
         # Busy workers, and how many checks in a row have found the job of each blocked.
         self._busy: dict[WorkerProcess, int] = {}
@@ -58,7 +65,7 @@ class RewardPool(JobPool):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process (the workflow of a rollout worker) it becomes a pool with workers of its own."""
-        return (RewardPool, (self.num_workers, self.timeout_s, self.max_workers))
+        return (RewardPool, (self.num_workers, self._given_timeout_s, self.max_workers))
 
     def warm_up(self, fn: Callable[..., Any]) -> None:
         """Start what forks workers, without waiting for it: it imports the script, which takes seconds."""
@@ -90,10 +97,10 @@ class RewardPool(JobPool):
 
     async def _await_all(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.await_timeout_s):
                 return await asyncio.gather(*(fn(**row) for row in rows))
         except TimeoutError as error:
-            raise RewardError(f"reward {_name(fn)} did not return within {self.timeout_s} s") from error
+            raise RewardError(f"reward {_name(fn)} did not return within {self.await_timeout_s} s") from error
         # Reward code may raise anything.
         except Exception as error:
             raise RewardError(f"reward {_name(fn)} raised {error!r}") from error

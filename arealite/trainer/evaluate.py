@@ -27,7 +27,11 @@ def main(argv: list[str]) -> None:
     # On CPU: the ranks hold no model, they only wait for the result.
     init_process_group("cpu")
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    sources, gconfig, pool = config.validation_sets, config.evaluation_gconfig, RewardPool()
+    sources, gconfig, pool = (
+        config.validation_sets,
+        config.evaluation_gconfig,
+        RewardPool(timeout_s=config.reward_timeout_s),
+    )
     workflows = {name: make_workflow(config, data, gconfig, tokenizer, pool) for name, data in sources.items()}
     sets = {name: load_rows(config, data, tokenizer) for name, data in sources.items()}
     client, run_dir = remote_engine_class(config.allocation_mode), RunDir(config)

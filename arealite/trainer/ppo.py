@@ -79,7 +79,7 @@ class PPOTrainer(Trainer):
     def _read(config: GRPOConfig) -> tuple[Any, ...]:
         """Return rows, tokenizer, validation sets, and the workflows of training and evaluation."""
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-        pool, load = RewardPool(), functools.partial(load_rows, config)
+        pool, load = RewardPool(timeout_s=config.reward_timeout_s), functools.partial(load_rows, config)
         # Made before the engines: reward processes start while the model is loaded.
         workflow = make_training_workflow(
             config, lambda data: make_workflow(config, data, config.gconfig, tokenizer, pool)

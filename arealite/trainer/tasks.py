@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameters, GRPOConfig
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
-from arealite.api.named_code import accepted, load_object, suggest
+from arealite.api.named_code import accepted
 from arealite.api.reward_api import RewardFn, check_columns
 from arealite.api.rollout_api import find_workflow, load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
@@ -30,34 +30,14 @@ from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, loa
 from arealite.dataset.rows import find_files, load_dataset
 from arealite.dataset.sft import get_sft, load_tokenizer, read_sft
 from arealite.dataset.streamed import open_streamed
-from arealite.reward.choice import choice_reward
-from arealite.reward.code import CodeReward, code_reward
-from arealite.reward.countdown import countdown_reward
-from arealite.reward.format import think_answer_reward
-from arealite.reward.gsm8k import gsm8k_reward
-from arealite.reward.math import math_reward
+from arealite.reward.names import REWARDS, named_reward
 from arealite.reward.pool import RewardPool
-from arealite.reward.qa import f1_reward, qa_reward
-from arealite.reward.reasoning import reasoning_gym_reward
 from arealite.trainer import task_formats as formats
 from arealite.utils.rundir import RunDir
 from arealite.utils.vision import VisionProcessor
 from arealite.workflow.by_source import BySource
 from arealite.workflow.vision_rlvr import make_rlvr, reads_images
 
-# Rewards by name.
-REWARDS: dict[str, RewardFn] = {
-    "gsm8k": gsm8k_reward,
-    "math": math_reward,
-    "countdown": countdown_reward,
-    "reasoning_gym": reasoning_gym_reward,
-    "qa": qa_reward,
-    "f1": f1_reward,
-    "choice": choice_reward,
-    "code": code_reward,
-    "code_partial": CodeReward(partial=True),
-    "think_answer": think_answer_reward,
-}
 # Rows that are checked of a dataset that is streamed.
 _NUM_CHECKED = 1000
 
@@ -118,16 +98,11 @@ def find_reward(data: DataSourceConfig, default: str | None = None) -> RewardFn:
     name = data.reward or default or find_task(data).reward
     if name is None:
         raise ConfigError(
-            f"no reward is known for the dataset {data.path!r}: set reward to a built-in one "
-            f"({', '.join(REWARDS)}) or to a function of yours (package.module:function); or set its `task` "
+            f"no reward is known for the dataset {data.path!r}: set reward to a built-in one ({', '.join(REWARDS)}), "
+            "to the folder of a reward model, or to a function of yours (package.module:function); or set its `task` "
             f"({', '.join(name for name, task in TASKS.items() if task.reward)})"
         )
-    if ":" not in name:
-        if name not in REWARDS:
-            choice = f"use {', '.join(REWARDS)}, or package.module:function"
-            raise ConfigError(f"there is no reward {name!r}: {choice}{suggest(name, REWARDS)}")
-        return REWARDS[name]
-    return cast(RewardFn, load_object(name, "reward"))
+    return named_reward(name)
 
 
 def load_rl(

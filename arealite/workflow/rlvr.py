@@ -26,9 +26,9 @@ _RESERVED = ("completion", "prompt_ids", "completion_ids")
 class RLVRWorkflow(RolloutWorkflow):
     """Reinforcement learning with verifiable rewards.
 
-    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own). It runs on the event
-    loop if it is a coroutine function, or with `reward_inline=True`, which is only for functions that take
-    microseconds.
+    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own with `reward_timeout_s`).
+    It runs on the event loop if it is a coroutine function, or with `reward_inline=True`, which is only for functions
+    that take microseconds.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RLVRWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         reward_pool: RewardPool | None = None,
         reward_inline: bool = False,
-        reward_timeout_s: float = 15.0,
+        reward_timeout_s: float | None = None,
     ):
         self.reward_fn = reward_fn
         self.gconfig = gconfig

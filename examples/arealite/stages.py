@@ -4,18 +4,13 @@
 `grpo` is the model that `rw` trained.
 """
 
-import os
 from pathlib import Path
-from typing import Any
 
 from arealite.api.errors import ConfigError
 from arealite.cli.main import main as run
-from arealite.reward.model import LocalRewardModel
 from arealite.utils.rundir import run_path
 
 HERE = Path(__file__).parent
-# Folder of the reward model, for the processes that compute rewards.
-MODEL_ENV = "REWARD_MODEL"
 
 
 def run_stages(name: str, argv: list[str]) -> int:
@@ -26,22 +21,18 @@ def run_stages(name: str, argv: list[str]) -> int:
         raise ConfigError(f"the first argument lists stages of {', '.join(known)}, such as sft,rw,grpo; got {stages!r}")
     fileroot = next((o.partition("=")[2] for o in overrides if o.startswith("cluster.fileroot=")), "runs")
     policy: Path | None = None
+    reward_model: Path | None = None
     for stage in stages.split(","):
         start = [f"trainer.{stage}.{known[stage]}.path={policy}"] if policy else []
-        if stage == "dpo" and policy:
-            start.append(f"trainer.dpo.ref.path={policy}")
+        if stage == "grpo" and reward_model:
+            start.append(f"reward={reward_model}")
         config = ["--config", str(HERE / "configs" / f"{name}.yaml"), f"trainer.type={stage}", f"trial_name={stage}"]
         code = run([*config, *overrides, *start])
         if code:
             return code
         trained = max((run_path(fileroot, name, stage) / "checkpoints").glob("step*"))
         if stage == "rw":
-            os.environ[MODEL_ENV] = str(trained)
+            reward_model = trained
         else:
             policy = trained
     return 0
-
-
-def model_score(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Return the score of the reward model for an answer; it is loaded once in each process."""
-    return LocalRewardModel(os.environ[MODEL_ENV])(prompt, completion)

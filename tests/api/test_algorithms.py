@@ -99,11 +99,23 @@ def test_models_are_required_or_rejected_by_the_algorithm():
         (grpo(actor("ppo")), "needs critic.path"),
         (grpo(actor("grpo"), critic=critic), "leave critic out"),
         (grpo(actor("grpo"), teacher=model), "distillation needs both"),
-        (grpo(actor("grpo", kl_loss_coef=0.1)), "set ref.path"),
         (grpo(actor("dr_grpo", max_answer_length=99)), "differs from gconfig.max_new_tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             config.check()
+
+
+def test_the_reference_is_the_model_before_training():
+    policy = PreferenceConfig(path="p", dtype="float32", loss="ipo", lora_rank=8, max_tokens_per_mb=99)
+    config = DPOConfig(experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="d"), model=policy)
+    config.check()
+    assert config.ref == FrozenEngineConfig(path="p", dtype="float32", max_tokens_per_mb=99)
+    assert grpo(actor("grpo", kl_loss_coef=0.1)).ref == grpo(actor("grpo", kl_ctl=0.1)).ref == FrozenEngineConfig("m")
+    assert grpo(actor("grpo")).ref is None
+    argv = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "model.path=m"]
+    assert load_config(argv, DPOConfig).ref == FrozenEngineConfig("m")
+    assert load_config([*argv, "model.loss=orpo"], DPOConfig).ref is None
+    assert load_config([*argv, "ref.path=other"], DPOConfig).ref == FrozenEngineConfig("other")
 
 
 def test_references_and_teachers_have_no_optimizer():
@@ -126,8 +138,6 @@ def test_preference_losses_need_their_reference():
     model = FrozenEngineConfig(path="m")
     dpo("dpo", model).check()
     dpo("simpo", None).check()
-    with pytest.raises(ConfigError, match=r"set ref\.path"):
-        dpo("ipo", None).check()
     with pytest.raises(ConfigError, match="leave ref out"):
         dpo("orpo", model).check()
     with pytest.raises(ConfigError, match="simpo only"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -121,10 +122,15 @@ class ChaosJob:
 
     def send_signal(self, part: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to one process of a part, once there is one."""
-        self.until(lambda: self.pids(part), f"a {part} process")
-        pid = self.pids(part)[0]
-        os.kill(pid, number)
-        return pid
+        return self.until(lambda: self._signal_first(part, number), f"a {part} process")
+
+    def _signal_first(self, part: str, number: signal.Signals) -> int | None:
+        """Return the process that got the signal; None if there is none, or it has just ended."""
+        for pid in self.pids(part)[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                return pid
+        return None
 
     def step(self) -> int:
         """Return the number of finished steps."""
@@ -136,11 +142,16 @@ class ChaosJob:
         self.until(lambda: self.step() >= step, f"step {step}")
 
     def until(self, condition, what: str, timeout_s: float = 300.0) -> None:
+        """Wait until `condition()` is true, and return what it returned."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
+        while not (met := condition()):
             assert time.monotonic() < deadline, f"{what} never came:\n{self.tail()}"
-            assert self.launcher.poll() is None or condition(), f"the launcher ended:\n{self.tail()}"
+            if self.launcher.poll() is not None:
+                met = condition()
+                assert met, f"the launcher ended:\n{self.tail()}"
+                return met
             time.sleep(0.05)
+        return met
 
     def finish(self, timeout_s: float = 500.0) -> int:
         return self.launcher.wait(timeout=timeout_s)

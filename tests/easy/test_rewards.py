@@ -106,7 +106,7 @@ def test_what_cannot_be_imported_runs_on_threads():
         (lambda **data: 1.0, "names neither"),
         (lambda completion, completions: 1.0, "names both completion and completions"),
         ("text", "no function"),
-        (torch.nn.Linear(1, 1), "LocalRewardModel"),
+        (torch.nn.Linear(1, 1), "give its folder"),
         (operator.itemgetter(0), "signature"),
         ([], "no reward function"),
     ],

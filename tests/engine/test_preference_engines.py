@@ -156,6 +156,8 @@ def test_preferences_are_learned(model_dirs, loss):
     change, good = (x[batch["pair_ids"] > 0] for x in (change, batch["is_chosen"].bool()))
     assert stats["loss"] < first["loss"]
     assert change[good].mean() > change[~good].mean()
+    if engine.config.needs_reference:
+        assert stats["chosen"] > stats["rejected"]
     if loss == "dpo":
         # The policy is the reference: −log σ(0).
         assert first["loss"] == pytest.approx(0.6931, abs=1e-3)

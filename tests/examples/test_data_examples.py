@@ -70,7 +70,6 @@ def test_stages_continue_from_each_other(model_path, tmp_path, name, stages):
     keys = [f"train_dataset.path={tmp_path / 'rows.jsonl'}", *SMALL, *policy(model_path, "trainer.grpo.")]
     for stage in ("sft", "rw", "dpo"):
         keys += [f"trainer.{stage}.model.path={model_path}", f"trainer.{stage}.model.dtype=float32"]
-    keys += [f"trainer.dpo.ref.path={model_path}", "trainer.dpo.ref.dtype=float32"]
     run([str(EXAMPLES / f"{name}.py"), stages, *keys], tmp_path / "runs")
     for stage in stages.split(","):
         stats = read_stats(RunDir(tmp_path / "runs" / name / stage))

@@ -1,48 +1,119 @@
-"""A reward model in the process that computes rewards."""
+"""Reward models in a process of the run."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, RewardError
+from arealite.reward import model_process
 from arealite.reward.model import LocalRewardModel
+from arealite.reward.names import named_reward
 from arealite.reward.pool import RewardPool
 
 
-@pytest.fixture(scope="module")
-def classifier(model_path, tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rewards")
+def save_classifier(folder, model_path, tokenizer, **settings):
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(model_path, num_labels=1)
+    config = AutoConfig.from_pretrained(model_path, **{"num_labels": 1, **settings})
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-@pytest.mark.slow
-def test_a_classifier_scores_text_and_tokens(classifier, tokenizer):
-    model = AutoModelForSequenceClassification.from_pretrained(classifier)
-    ids = [*tokenizer.encode("2+2?4", add_special_tokens=False), tokenizer.eos_token_id]
+@pytest.fixture(scope="module")
+def classifier(model_path, tokenizer, tmp_path_factory):
+    return save_classifier(tmp_path_factory.mktemp("rewards"), model_path, tokenizer)
+
+
+def score_alone(folder, ids):
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    # Without padding: the last token is the one that is scored.
+    model.config.pad_token_id = None
     with torch.inference_mode():
-        expected = float(model(torch.tensor([ids])).logits[0, 0])
+        return float(model(torch.tensor([ids])).logits[0, 0])
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, 240))
+
+
+def test_answers_are_scored_together_as_alone(classifier, tokenizer, monkeypatch):
+    """Batches are padded, also with a model whose padding is the token that ends answers."""
+    monkeypatch.setitem(model_process._BATCH_TOKENS, "cpu", 40)
+    own, model = model_process.load_model(classifier, "cpu")
+    own.pad_token_id = model.config.pad_token_id = tokenizer.eos_token_id
+    texts = ["2+2?4", "a much longer answer to a question that nobody asked", "x", "2+2?5", "again and again and again"]
+    rows = [[*own.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    expected = [score_alone(classifier, row) for row in rows]
+    assert model_process.score_answers(own, model, texts, 4096) == pytest.approx(expected, abs=1e-5)
+    assert model_process.score_answers(own, model, rows, 4096) == pytest.approx(expected, abs=1e-5)
+    cut = [score_alone(classifier, row[-3:]) for row in rows]
+    assert model_process.score_answers(own, model, rows, 3) == pytest.approx(cut, abs=1e-5)
+    # No token is left for padding.
+    all_tokens = list(range(model.config.vocab_size))
+    expected = [score_alone(classifier, all_tokens), score_alone(classifier, [1])]
+    monkeypatch.setitem(model_process._BATCH_TOKENS, "cpu", 10**6)
+    assert model_process.score_answers(own, model, [all_tokens, [1]], 10**6) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_one_process_scores_for_a_whole_run(classifier, tokenizer):
+    ids = [*tokenizer.encode("2+2?4", add_special_tokens=False), tokenizer.eos_token_id]
     row = dict(prompt="2+2?", completion="4", prompt_ids=ids[:-1], completion_ids=ids[-1:])
-    pool = RewardPool(num_workers=1, timeout_s=120.0)
-    try:
-        scores = asyncio.run(pool.run(LocalRewardModel(classifier), [row]))
-    finally:
-        pool.close()
-    assert scores == pytest.approx([expected])
-    assert LocalRewardModel(classifier, uses_ids=True)(**row) == pytest.approx(expected)
-    assert LocalRewardModel(classifier, max_tokens=2)(**row) != pytest.approx(expected)
+    by_text, by_tokens = LocalRewardModel(classifier, "cpu"), LocalRewardModel(classifier, "cpu", uses_ids=True)
+
+    async def scenario():
+        scores = await asyncio.gather(*(RewardPool().run(fn, [row] * 3) for fn in (by_text, by_tokens)))
+        (process,) = model_process._processes.values()
+        (worker,) = process._workers
+        # It ends in the middle of the run; the next answer starts another one.
+        os.kill(worker.process.pid, signal.SIGKILL)
+        with pytest.raises(RewardError, match=r"the process of the reward model .* was killed by signal 9"):
+            await by_text(**row)
+        return scores, await by_text(**row), process
+
+    scores, again, process = run(scenario())
+    expected = score_alone(classifier, ids)
+    assert scores == [pytest.approx([expected] * 3, abs=1e-5)] * 2 and again == pytest.approx(expected, abs=1e-5)
+    assert process.is_closed and not model_process._processes
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_score_says_why(model_path, tokenizer, tmp_path):
+    folder = save_classifier(tmp_path, model_path, tokenizer)
+    model = LocalRewardModel(folder, "cpu", uses_ids=True)
+    (tmp_path / "model.safetensors").write_text("damaged")
+
+    async def ask():
+        await model(prompt_ids=[1], completion_ids=[2])
+
+    with pytest.raises(RewardError, match=f"the reward model {tmp_path}: "):
+        run(ask())
+
+
+def test_names_of_rewards_may_be_folders(classifier, model_path, monkeypatch):
+    assert repr(named_reward(classifier)) == f"LocalRewardModel({classifier!r})"
+    parent, name = os.path.split(classifier)
+    monkeypatch.chdir(parent)
+    assert named_reward(name).spec.path == classifier
+    assert named_reward("my-org/my-model").spec.path == "my-org/my-model"
+    with pytest.raises(ConfigError, match=r"holds \w+ForCausalLM; a reward model is a sequence classifier"):
+        named_reward(str(model_path))
+    with pytest.raises(ConfigError, match="there is no reward model in runs/a/b"):
+        named_reward("runs/a/b")
 
 
 def test_other_models_are_refused(model_path, tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="cannot load a reward model"):
-        LocalRewardModel(str(tmp_path))("q", "a")
-    config = AutoConfig.from_pretrained(model_path, num_labels=3)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+        LocalRewardModel(str(tmp_path))
+    folder = save_classifier(tmp_path, model_path, tokenizer, num_labels=3)
     with pytest.raises(ConfigError, match="has 3 labels"):
-        LocalRewardModel(str(tmp_path))("q", "a")
+        model_process.load_model(folder, "cpu")
+
+
+def test_the_deadline_depends_on_the_kind_of_reward():
+    assert (RewardPool().timeout_s, RewardPool().await_timeout_s) == (15.0, 1800.0)
+    assert (RewardPool(timeout_s=3).timeout_s, RewardPool(timeout_s=3).await_timeout_s) == (3, 3)

@@ -78,18 +78,20 @@ def preference_loss(
     filler = 0.0 * logp.sum()
     if config.loss == "kto":
         real = mb["pair_ids"] > 0
+        scores, is_good = scores[real], mb["is_chosen"][real].bool()
         weights = config.desirable_weight, config.undesirable_weight
-        loss = kto_loss(scores[real], mb["is_chosen"][real], baseline, config.beta, *weights)
-        return loss + filler, {"delta": Stat(scores[real].detach().sum(), real.sum())}
+        loss = kto_loss(scores, is_good, baseline, config.factor, *weights)
+        good, bad = scores[is_good].detach(), scores[~is_good].detach()
+        return loss + filler, {"chosen": Stat(good.sum(), len(good)), "rejected": Stat(bad.sum(), len(bad))}
     chosen, rejected = split_pairs(scores, mb)
     if config.loss == "dpo":
-        loss = dpo_loss(chosen, rejected, config.beta)
+        loss = dpo_loss(chosen, rejected, config.factor)
     elif config.loss == "ipo":
-        loss = ipo_loss(chosen, rejected, config.beta)
+        loss = ipo_loss(chosen, rejected, config.factor)
     elif config.loss == "orpo":
-        loss = orpo_loss(chosen, rejected, -chosen, config.beta)
+        loss = orpo_loss(chosen, rejected, -chosen, config.factor)
     else:
-        loss = simpo_loss(chosen, rejected, config.beta, config.margin)
+        loss = simpo_loss(chosen, rejected, config.factor, config.target_margin)
     pairs = num_pairs(mb)
     return loss + filler, {
         "accuracy": Stat((chosen > rejected).sum(), pairs),
