@@ -46,7 +46,7 @@ from arealite.utils.activity import activity
 from arealite.utils.config import load_config, private_yaml, run_main
 from arealite.utils.config_help import USAGE, CommandHelp
 from arealite.utils.rundir import RunDir, write_file
-from arealite.utils.startup import process_began
+from arealite.utils.startup import launch_began
 
 # The configuration of each `trainer.type`.
 TRAINERS: dict[str | None, type[BaseExperimentConfig]] = {
@@ -253,7 +253,7 @@ def run(argv: list[str], about: CommandHelp) -> int:
         # Only one launcher is imported: Ray is optional.
         launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
         # The local launcher takes its caller for a script, whose own work before is no part of the start.
-        more = {"began": process_began()} if config.mode == "local" else {}
+        more = {"began": launch_began()} if config.mode == "local" else {}
         code = launcher.launch(loop_file(kind), ["--config", str(path)], dry_run, **more)
     if dry_run and not is_own:
         # After the plan, so that it is printed also for data that cannot be used.

@@ -23,7 +23,7 @@ from arealite.launcher.output import lasting_output
 from arealite.launcher.placement import local_slots
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import COLLAPSED, REFUSED, run_main
-from arealite.utils.startup import process_began
+from arealite.utils.startup import launch_began
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False, began: float | None = None) -> int:
@@ -99,7 +99,7 @@ def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Call
 
 def _launch_command(script: str, argv: list[str], dry_run: bool) -> int:
     """Launch for a command, which began with its process."""
-    return launch(script, argv, dry_run, process_began())
+    return launch(script, argv, dry_run, launch_began())
 
 
 main = command_line("local", _launch_command, __doc__)

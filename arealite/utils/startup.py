@@ -49,6 +49,17 @@ def process_began() -> float:
     return psutil.Process().create_time()
 
 
+_has_launched = False
+
+
+def launch_began() -> float:
+    """Return when the launch of a run began: with this process, but now if it is not the first one."""
+    global _has_launched
+    began = time.time() if _has_launched else process_began()
+    _has_launched = True
+    return began
+
+
 @contextlib.contextmanager
 def startup_phase(name: str, message: str = "") -> Iterator[None]:
     """Time a part of the start; also a decorator. Rank 0 prints the message, and goes on saying it."""
