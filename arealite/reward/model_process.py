@@ -23,7 +23,7 @@ from arealite.utils.pools.process_pool import WorkerLost
 _TIMEOUT_S = 1800.0
 _MAX_JOB_ROWS = 256
 # Tokens of a batch, with padding.
-_BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}
+_BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 
 
 class ModelSpec(NamedTuple):
