@@ -89,7 +89,7 @@ class Endpoint:
         async with self._slots:
             try:
                 async with session.post(self.url, data=data, headers=self._headers()) as response:
-                    raw = await response.content.read(_MAX_ANSWER_BYTES)
+                    raw = await _read_body(response)
                     if response.status == 200:
                         return 200, orjson.loads(raw), 0.0
                     return response.status, self._error_text(raw), _seconds(response.headers.get("Retry-After"))
@@ -124,6 +124,16 @@ class Endpoint:
         text = raw[: 10 * _MAX_TEXT].decode(errors="replace")
         key = self._key()
         return clean(text.replace(key, "***") if key else text)[:_MAX_TEXT]
+
+
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read a body that may arrive in many pieces; of one that is too long only the beginning."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > _MAX_ANSWER_BYTES:
+            break
+    return bytes(body[:_MAX_ANSWER_BYTES])
 
 
 def _seconds(header: str | None) -> float:

@@ -40,6 +40,8 @@ async def serving(*replies):
             await asyncio.sleep(3600)
         if isinstance(reply, web.Response):
             return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
+        if isinstance(reply, tuple):
+            return await send_pieces(request, reply)
         if isinstance(reply, str):
             reply = {"choices": [{"message": {"content": reply}}]}
         return web.json_response(reply)
@@ -54,6 +56,16 @@ async def serving(*replies):
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", requests
     finally:
         await runner.cleanup()
+
+
+async def send_pieces(request, pieces):
+    """Send a body piece by piece, as a service does that answers while it thinks, or through a slow network."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for piece in pieces:
+        await response.write(piece)
+        await asyncio.sleep(0.01)
+    return response
 
 
 def ask(*replies, completion="4", count=1, **options):
@@ -126,6 +138,15 @@ def test_busy_services_are_asked_again():
     busy = web.Response(status=429, headers={"Retry-After": "0.01"})
     score, requests = ask(busy, web.Response(status=503), web.Response(body=b"<html>", status=200), "Score: 9")
     assert (score, len(requests)) == (0.9, 4)
+
+
+def test_replies_that_arrive_in_pieces_are_read_to_their_end():
+    # Some services send blanks while they wait for the model, so that the connection stays open.
+    pieces = (b" ", b" ", b'{"choices": [{"message": ', b'{"content": "Score: 7"}}]}')
+    score, requests = ask(pieces, deadline_s=20.0)
+    assert (score, len(requests)) == (0.7, 1)
+    score, requests = ask("It is right. " * 50_000 + "Score: 6", deadline_s=20.0)
+    assert (score, len(requests)) == (0.6, 1)
 
 
 def test_errors_name_the_reason_but_not_the_key():
