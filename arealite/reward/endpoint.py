@@ -57,13 +57,16 @@ class Endpoint:
     async def post(self, body: Any) -> Any:
         """Return the answer to a request, tried again with growing waits while the service is busy or away."""
         data = orjson.dumps(body)
+        tries: list[str] = []
         try:
             async with asyncio.timeout(self.deadline_s):
-                return await self._post_with_retries(data)
+                return await self._post_with_retries(data, tries)
         except TimeoutError:
-            raise RewardError(f"{self.url} gave no answer within {self.deadline_s:g} s") from None
+            reason = f" in {len(tries)} tries; the last one: {tries[-1]}" if tries else ""
+            raise RewardError(f"{self.url} gave no answer within {self.deadline_s:g} s{reason}") from None
 
-    async def _post_with_retries(self, data: bytes) -> Any:
+    async def _post_with_retries(self, data: bytes, tries: list[str]) -> Any:
+        """Try until there is an answer; appends to `tries` why each of them failed."""
         wait_s = _FIRST_WAIT_S
         while True:
             await self._wait_for_turn()
@@ -72,6 +75,7 @@ class Endpoint:
                 return answer
             if status not in _RETRIED and status != 0:
                 raise RewardError(f"{self.url} answered {status}: {answer}")
+            tries.append(f"status {status}: {answer}" if status else answer)
             # At random, so that many requests that failed together do not return together.
             await asyncio.sleep(retry_after_s or random.uniform(0.5, 1.0) * wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -84,7 +88,7 @@ class Endpoint:
             await asyncio.sleep(start - now)
 
     async def _try(self, data: bytes) -> tuple[int, Any, float]:
-        """Return the status (0: no connection), the answer or the text of the error, and how long to wait."""
+        """Return the status (0: no answer), the answer or the text of the error, and how long to wait."""
         session = await self._open()
         async with self._slots:
             try:
@@ -94,9 +98,12 @@ class Endpoint:
                         return 200, orjson.loads(raw), 0.0
                     return response.status, self._error_text(raw), _seconds(response.headers.get("Retry-After"))
             except orjson.JSONDecodeError:
-                return 502, "an answer that is not JSON", 0.0
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                return 0, type(error).__name__, 0.0
+                return 0, self._error_text(b"an answer that is not JSON: " + raw[: 10 * _MAX_TEXT]), 0.0
+            # Of aiohttp too: its timeouts are also errors of the connection.
+            except TimeoutError:
+                return 0, f"no answer within {self.timeout_s:g} s (timeout_s)", 0.0
+            except (aiohttp.ClientError, OSError) as error:
+                return 0, self._error_text(f"{type(error).__name__}: {error}".encode()), 0.0
 
     async def _open(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()

@@ -163,6 +163,23 @@ def test_errors_name_the_reason_but_not_the_key():
         JudgeReward("http://x", "m", scale=(1, 1))
 
 
+@pytest.mark.parametrize(
+    "reply, words",
+    [
+        ("hang", r"no answer within 0\.05 s \(timeout_s\)"),
+        (web.Response(status=429, body=f"slow down, {KEY}".encode()), r"status 429: slow down, \*\*\*$"),
+        (web.Response(status=200, body=b"<html>log in"), "an answer that is not JSON: <html>log in"),
+    ],
+)
+def test_a_deadline_names_the_reason_of_the_last_try(reply, words):
+    with pytest.raises(RewardError, match=rf"no answer within 0\.2 s in \d+ tries; the last one: {words}"):
+        ask(reply, deadline_s=0.2, timeout_s=0.05)
+    with pytest.raises(
+        RewardError, match=r"the last one: ClientConnectorError: Cannot connect to host 127\.0\.0\.1:9 "
+    ):
+        asyncio.run(JudgeReward("http://127.0.0.1:9/v1", "m", deadline_s=0.2)(completion="x"))
+
+
 def test_the_key_is_not_in_the_object_and_other_keys_are_not_sent():
     judge = JudgeReward("http://x/v1", "m")
     assert KEY.encode() not in pickle.dumps(judge) and KEY not in repr(vars(judge)) + repr(vars(judge.endpoint))
