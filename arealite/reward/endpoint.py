@@ -6,6 +6,7 @@ are closed with the event loop.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -27,8 +28,9 @@ _MAX_TEXT = 500
 class Endpoint:
     """Posts JSON to one address. Failures raise `RewardError`, after retries of what may pass.
 
-    At most `max_concurrent` requests at once and `max_per_minute` in a minute (0: any number). `timeout_s` is for one
-    request, `deadline_s` for all tries and waits together.
+    At most `max_concurrent` requests at once and `max_per_minute` in a minute (0: any number); others wait in a queue.
+    `timeout_s` is for one try, `deadline_s` for all tries of a request and the waits between them. The time in the
+    queue does not count, unless no request at all is answered for `deadline_s`.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
         self._sessions: AsyncGenerator[aiohttp.ClientSession, None] | None = None
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._slots, self._turn = asyncio.Semaphore(max_concurrent), asyncio.Lock()
+        self._answered_at = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         limits = (self.max_concurrent, self.max_per_minute, self.timeout_s, self.deadline_s)
@@ -58,18 +61,38 @@ class Endpoint:
         """Return the answer to a request, tried again with growing waits while the service is busy or away."""
         data = orjson.dumps(body)
         tries: list[str] = []
+        await self._open()
+        slots = self._slots
+        await self._wait_for_slot(slots)
         try:
+            await self._wait_for_turn()
             async with asyncio.timeout(self.deadline_s):
-                return await self._post_with_retries(data, tries)
+                answer = await self._post_with_retries(data, tries)
         except TimeoutError:
             reason = f" in {len(tries)} tries; the last one: {tries[-1]}" if tries else ""
             raise RewardError(f"{self.url} gave no answer within {self.deadline_s:g} s{reason}") from None
+        finally:
+            slots.release()
+        self._answered_at = time.monotonic()
+        return answer
+
+    async def _wait_for_slot(self, slots: asyncio.Semaphore) -> None:
+        """Wait until fewer than `max_concurrent` requests run; without a limit while some are answered."""
+        began = time.monotonic()
+        while (left_s := max(began, self._answered_at) + self.deadline_s - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await slots.acquire()
+                return
+        raise RewardError(
+            f"{self.url} was not asked: the {self.max_concurrent} requests before had no answer within "
+            f"{self.deadline_s:g} s"
+        )
 
     async def _post_with_retries(self, data: bytes, tries: list[str]) -> Any:
         """Try until there is an answer; appends to `tries` why each of them failed."""
         wait_s = _FIRST_WAIT_S
         while True:
-            await self._wait_for_turn()
             status, answer, retry_after_s = await self._try(data)
             if status == 200:
                 return answer
@@ -79,36 +102,38 @@ class Endpoint:
             # At random, so that many requests that failed together do not return together.
             await asyncio.sleep(retry_after_s or random.uniform(0.5, 1.0) * wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            await self._wait_for_turn()
 
     async def _wait_for_turn(self) -> None:
+        """Wait until `max_per_minute` allows a request; one that is cancelled meanwhile takes no turn."""
         if self.max_per_minute:
-            now = time.monotonic()
-            start = max(now, self._next_start)
-            self._next_start = start + 60 / self.max_per_minute
-            await asyncio.sleep(start - now)
+            async with self._turn:
+                now = time.monotonic()
+                start = max(now, self._next_start)
+                await asyncio.sleep(start - now)
+                self._next_start = start + 60 / self.max_per_minute
 
     async def _try(self, data: bytes) -> tuple[int, Any, float]:
         """Return the status (0: no answer), the answer or the text of the error, and how long to wait."""
         session = await self._open()
-        async with self._slots:
-            try:
-                async with session.post(self.url, data=data, headers=self._headers()) as response:
-                    raw = await _read_body(response)
-                    if response.status == 200:
-                        return 200, orjson.loads(raw), 0.0
-                    return response.status, self._error_text(raw), _seconds(response.headers.get("Retry-After"))
-            except orjson.JSONDecodeError:
-                return 0, self._error_text(b"an answer that is not JSON: " + raw[: 10 * _MAX_TEXT]), 0.0
-            # Of aiohttp too: its timeouts are also errors of the connection.
-            except TimeoutError:
-                return 0, f"no answer within {self.timeout_s:g} s (timeout_s)", 0.0
-            except (aiohttp.ClientError, OSError) as error:
-                return 0, self._error_text(f"{type(error).__name__}: {error}".encode()), 0.0
+        try:
+            async with session.post(self.url, data=data, headers=self._headers()) as response:
+                raw = await _read_body(response)
+                if response.status == 200:
+                    return 200, orjson.loads(raw), 0.0
+                return response.status, self._error_text(raw), _seconds(response.headers.get("Retry-After"))
+        except orjson.JSONDecodeError:
+            return 0, self._error_text(b"an answer that is not JSON: " + raw[: 10 * _MAX_TEXT]), 0.0
+        # Of aiohttp too: its timeouts are also errors of the connection.
+        except TimeoutError:
+            return 0, f"no answer within {self.timeout_s:g} s (timeout_s)", 0.0
+        except (aiohttp.ClientError, OSError) as error:
+            return 0, self._error_text(f"{type(error).__name__}: {error}".encode()), 0.0
 
     async def _open(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
-            self._loop, self._slots = loop, asyncio.Semaphore(self.max_concurrent)
+            self._loop, self._slots, self._turn = loop, asyncio.Semaphore(self.max_concurrent), asyncio.Lock()
             self._sessions = self._make_session()
             # Does not suspend: the generator yields at once.
             self._session = await anext(self._sessions)

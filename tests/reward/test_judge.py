@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import sqlite3
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -38,6 +39,9 @@ async def serving(*replies):
         reply = replies[min(len(requests), len(replies)) - 1]
         if reply == "hang":
             await asyncio.sleep(3600)
+        if reply == "slow":
+            await asyncio.sleep(0.1)
+            reply = "Score: 5"
         if isinstance(reply, web.Response):
             return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
         if isinstance(reply, tuple):
@@ -256,6 +260,46 @@ def test_many_questions_keep_to_the_limits(monkeypatch):
     for _ in range(3):
         asyncio.run(limited._wait_for_turn())
     assert waits == [0.0, 1.0, 2.0]
+
+
+def ask_together(reply, count, **limits):
+    """Return the scores or errors of `count` questions that are asked at once, and how many requests there were."""
+
+    async def main():
+        async with serving(reply) as (url, requests):
+            judge = JudgeReward(url, "m", **limits)
+            asked = [judge("q", str(i)) for i in range(count)]
+            return await asyncio.gather(*asked, return_exceptions=True), len(requests)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("limit", [{"max_concurrent": 1}, {"max_per_minute": 600}])
+def test_questions_in_the_queue_have_no_deadline_while_others_are_answered(limit):
+    assert ask_together("slow", 12, deadline_s=0.8, **limit) == ([0.5] * 12, 12)
+
+
+def test_the_queue_for_a_dead_service_fails_with_the_requests():
+    began = time.monotonic()
+    errors, num_requests = ask_together("hang", 20, deadline_s=0.5, max_concurrent=2)
+    assert time.monotonic() - began < 5 and num_requests <= 4
+    assert all(isinstance(error, RewardError) for error in errors)
+    assert any("was not asked: the 2 requests before had no answer within 0.5 s" in str(error) for error in errors)
+
+
+def test_questions_that_are_cancelled_in_the_queue_take_no_turn():
+    async def main():
+        limited = endpoint.Endpoint("http://x", max_per_minute=60)
+        await limited._wait_for_turn()
+        given_up = [asyncio.ensure_future(limited._wait_for_turn()) for _ in range(100)]
+        await asyncio.wait(given_up, timeout=0)
+        for turn in given_up:
+            turn.cancel()
+        began = time.monotonic()
+        await limited._wait_for_turn()
+        return time.monotonic() - began
+
+    assert asyncio.run(main()) < 20
 
 
 @pytest.mark.parametrize(
