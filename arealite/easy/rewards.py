@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ ASKED = "arealite_prompt"
 _MAX_THREADS = 8
 # Of functions that are not awaited.
 _TIMEOUT_S = 60.0
+# On a thread, before the next answers of a group have a deadline of their own.
+_MAX_TURN_S = 0.05
 _MAX_TEXT = 10_000
 _MAX_FRAMES = 5
 _OF_ONE = {"prompt", "completion", "prompt_ids"}
@@ -186,7 +189,11 @@ class Rewards(RewardPool):
         own = [part.pick({k: v for k, v in row.items() if k != ASKED}) for row in rows]
         if part.is_importable or is_async(part.fn):
             return _check(part, await self.run_unchecked(part.fn, own))
-        return _check(part, await self._call(part, lambda: [part.fn(**row) for row in own]))
+        values: list[Any] = []
+        # The deadline is that of one answer, not of all: a call may wait for a service.
+        while len(values) < len(own):
+            values += await self._call(part, functools.partial(_score_some, part.fn, own[len(values) :]))
+        return _check(part, values)
 
     async def _call(self, part: RewardPart, call: Callable[[], Any]) -> Any:
         """Call a function on a thread, or await it, with a deadline."""
@@ -203,6 +210,16 @@ class Rewards(RewardPool):
                     f"reward {part.label} did not return within {timeout_s:g} s (reward_timeout_s)"
                 ) from error
             raise RewardError(f"reward {part.label} raised {_trace_of(part.fn, error)[:_MAX_TEXT]}") from error
+
+
+def _score_some(fn: Callable[..., Any], rows: list[Row]) -> list[Any]:
+    """Return the rewards of the first rows: of all if they are fast, of one if it is slow."""
+    values, began = [], time.monotonic()
+    for row in rows:
+        values.append(fn(**row))
+        if time.monotonic() - began > _MAX_TURN_S:
+            break
+    return values
 
 
 def _trace_of(fn: Callable[..., Any], error: Exception) -> str:

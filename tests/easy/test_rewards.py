@@ -3,6 +3,7 @@
 import asyncio
 import operator
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -154,6 +155,14 @@ def test_a_reward_that_hangs_fails_at_its_deadline():
     with pytest.raises(RewardError, match=r"did not return within 0.1 s \(reward_timeout_s\)"):
         score(lambda completion: stop.wait(60), [row()], timeout_s=0.1)
     stop.set()
+
+
+def test_the_deadline_of_a_reward_on_a_thread_is_that_of_one_answer():
+    def asks_a_judge(completion, **row):
+        time.sleep(0.4)
+        return 1.0
+
+    assert score(asks_a_judge, [row(str(i)) for i in range(4)], timeout_s=0.7) == [1.0] * 4
 
 
 def test_a_timeout_inside_of_a_reward_is_an_error_of_the_reward():
