@@ -97,12 +97,13 @@ class RewardPool(JobPool):
 
     async def _await_all(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
         try:
-            async with asyncio.timeout(self.await_timeout_s):
+            async with asyncio.timeout(self.await_timeout_s) as deadline:
                 return await asyncio.gather(*(fn(**row) for row in rows))
-        except TimeoutError as error:
-            raise RewardError(f"reward {_name(fn)} did not return within {self.await_timeout_s} s") from error
-        # Reward code may raise anything.
+        # Reward code may raise anything, also a TimeoutError of its own.
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                text = f"did not return within {self.await_timeout_s:g} s (reward_timeout_s)"
+                raise RewardError(f"reward {_name(fn)} {text}") from error
             raise RewardError(f"reward {_name(fn)} raised {error!r}") from error
 
     async def _run_job(self, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[Any]:

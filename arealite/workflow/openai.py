@@ -116,16 +116,19 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def _run(self, row: dict[str, Any], found: OpenSession) -> float | None:
         """Return what the agent returns; raises `TimeoutError` if it does not end in time."""
-        agent = self.agent
+        agent, deadline = self.agent, asyncio.timeout(self.timeout_s)
         try:
             if callable(agent) and not is_async(agent):
                 return await self.pool.run(agent, row, found.base_url, found.token, timeout_s=self.timeout_s)
-            async with asyncio.timeout(self.timeout_s):
+            async with deadline:
                 if callable(agent):
                     return await cast(Awaitable[float | None], agent(row, found.base_url, found.token))
                 return await _run_command(list(agent), row, found)
-        except (TimeoutError, CallTimeout):
-            raise TimeoutError(f"the agent did not end within {self.timeout_s:g} s") from None
+        except (TimeoutError, CallTimeout) as error:
+            # An agent may raise a TimeoutError of its own.
+            if isinstance(error, CallTimeout) or deadline.expired():
+                raise TimeoutError(f"the agent did not end within {self.timeout_s:g} s") from None
+            raise
 
 
 def _finish(session: Session, reward: Any) -> Session:

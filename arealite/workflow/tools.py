@@ -135,12 +135,12 @@ class ToolWorkflow(RLVRWorkflow):
             limit, timeout_s = self.max_tool_chars + 1, self.tool_timeout_s
             return await self.tool_pool.run(_call_tool, tool, arguments, limit, timeout_s=timeout_s)
         try:
-            async with asyncio.timeout(self.tool_timeout_s):
+            async with asyncio.timeout(self.tool_timeout_s) as deadline:
                 return str(await tool(**arguments))[: self.max_tool_chars + 1]
-        except TimeoutError as error:
-            raise CallTimeout(f"{_name(tool)} did not return within {self.tool_timeout_s:g} s") from error
-        # A tool may raise anything.
+        # A tool may raise anything, also a TimeoutError of its own.
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise CallTimeout(f"{_name(tool)} did not return within {self.tool_timeout_s:g} s") from error
             raise CallError(f"{type(error).__name__}: {error}") from error
 
     def _readable(self, text: str) -> str:

@@ -103,6 +103,8 @@ def computes(completion, **data):
 async def remote_judge(completion, **data):
     if completion == "bad":
         raise KeyError("no such judge")
+    if completion == "own timeout":
+        raise TimeoutError("no answer of the judge")
     await asyncio.sleep(3600 if completion == "hang" else 0)
     return len(completion)
 

@@ -350,8 +350,10 @@ def test_a_coroutine_is_awaited_on_the_loop(pool):
         assert await pool.run(sample_rewards.remote_judge, rows("a", "bb")) == [1.0, 2.0]
         with pytest.raises(RewardError, match="no such judge"):
             await pool.run(sample_rewards.remote_judge, rows("a", "bad"))
+        with pytest.raises(RewardError, match=r"raised TimeoutError\('no answer of the judge'\)"):
+            await pool.run(sample_rewards.remote_judge, rows("a", "own timeout"))
         pool.await_timeout_s = 0.1
-        with pytest.raises(RewardError, match=r"did not return within 0\.1 s"):
+        with pytest.raises(RewardError, match=r"did not return within 0\.1 s \(reward_timeout_s\)"):
             await pool.run(sample_rewards.remote_judge, rows("hang"))
         assert not pool._workers
 

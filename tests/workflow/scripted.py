@@ -74,6 +74,11 @@ async def hang_politely() -> None:
     await asyncio.Event().wait()
 
 
+async def give_up() -> None:
+    """Wait for something, with a deadline of its own."""
+    raise TimeoutError("no answer of the service")
+
+
 def crash() -> None:
     """End the process."""
     os._exit(7)

@@ -110,6 +110,14 @@ def test_agents_that_raise_or_hang_cost_their_own_attempt():
     assert len(set(batch["sample_ids"].tolist())) == 2 and batch["stats/failed_attempts"].tolist() == [3.0] * 2
 
 
+def test_a_timeout_of_the_agents_own_is_not_its_deadline():
+    async def agent(row, base_url, token):
+        raise TimeoutError("no answer of the database")
+
+    with pytest.raises(RewardError, match="TimeoutError: no answer of the database"):
+        play(make(agent, n=1), question="x")
+
+
 def test_an_episode_that_is_cancelled_ends_its_agents():
     started, ended = asyncio.Semaphore(0), []
 

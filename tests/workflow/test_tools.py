@@ -113,7 +113,10 @@ def test_an_object_that_is_called_as_a_coroutine_is_awaited():
 
 def test_what_goes_wrong_is_told_to_the_model():
     tokenizer = make_chat_tokenizer("qwen25")
-    tools = [scripted.add, scripted.crash, scripted.fail, scripted.fail_here, scripted.hang, scripted.hang_politely]
+    tools = [
+        scripted.add, scripted.crash, scripted.fail, scripted.fail_here, scripted.hang, scripted.hang_politely,
+        scripted.give_up,
+    ]  # fmt: skip
     calls = [
         call("subtract", a=1),
         call("add", a=1),
@@ -124,6 +127,7 @@ def test_what_goes_wrong_is_told_to_the_model():
         call("fail_here", reason="here"),
         call("hang"),
         call("hang_politely"),
+        call("give_up"),
         "<tool_call>\n{not json}\n</tool_call>",
         call("add", a=2, b=3),
     ]
@@ -134,12 +138,12 @@ def test_what_goes_wrong_is_told_to_the_model():
         "subtract", "missing a required argument: 'b'", "unexpected keyword argument 'c'",
         "a must be of type integer, got 'x'",
         "ended with exit code 7", "ValueError: because", "ValueError: here", "did not return within 6 s",
-        "did not return within 6 s", "", "5",
+        "did not return within 6 s", "TimeoutError: no answer of the service", "", "5",
     ]  # fmt: skip
     assert len(texts) == len(expected)
     for text, part in zip(texts, expected, strict=True):
         assert part in text and (text == "5" or text.startswith("error: ")), text
-    assert batch["stats/tool_failures"].tolist() == [8] and batch["stats/tool_timeouts"].tolist() == [2]
+    assert batch["stats/tool_failures"].tolist() == [9] and batch["stats/tool_timeouts"].tolist() == [2]
     assert batch["rewards"].tolist() == [1.0]
 
 
