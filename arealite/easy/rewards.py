@@ -18,7 +18,7 @@ from typing import Any
 
 from arealite.api.errors import ConfigError, RewardError
 from arealite.api.reward_api import Score, is_async
-from arealite.reward.pool import RewardPool, check_rewards
+from arealite.reward.pool import RewardPool, check_rewards, gather_or_cancel
 from arealite.utils.beside import run_beside
 from arealite.utils.pools.process_pool import never_import_script
 
@@ -164,7 +164,7 @@ class Rewards(RewardPool):
         """Return the rewards of all answers to one prompt; other functions run as in any pool."""
         if fn is not self:
             return await super().run(fn, rows)
-        values = await asyncio.gather(*(self._run_part(part, rows) for part in self.parts))
+        values = await gather_or_cancel(*(self._run_part(part, rows) for part in self.parts))
         if len(self.parts) == 1:
             if None in values[0]:
                 raise RewardError(f"reward {self.parts[0].label} returned None, and there is no other reward")

@@ -1,13 +1,12 @@
 """`CombinedReward`: a weighted sum of rewards, with each of them in the statistics."""
 
-import asyncio
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from arealite.api.errors import ConfigError
 from arealite.api.reward_api import RewardFn, is_async
-from arealite.reward.pool import check_rewards
+from arealite.reward.pool import check_rewards, gather_or_cancel
 
 
 class CombinedReward:
@@ -47,7 +46,7 @@ class AsyncCombinedReward(CombinedReward):
     """
 
     async def __call__(self, *args: Any, **row: Any) -> dict[str, float]:
-        values = await asyncio.gather(*(self._value(fn, args, row) for _, fn in self.parts.values()))
+        values = await gather_or_cancel(*(self._value(fn, args, row) for _, fn in self.parts.values()))
         return self._add(dict(zip(self.parts, values, strict=True)))
 
     @staticmethod

@@ -15,9 +15,9 @@ import resource
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import MAX_REWARD, Score, is_async
@@ -39,6 +39,7 @@ _MAX_JOB_S = 0.05
 _MAX_TIMEOUTS_IN_ROW = 3
 # Longest traceback that is reported, in characters.
 _MAX_TEXT = 10_000
+T = TypeVar("T")
 
 
 class RewardPool(JobPool):
@@ -98,7 +99,7 @@ class RewardPool(JobPool):
     async def _await_all(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
         try:
             async with asyncio.timeout(self.await_timeout_s) as deadline:
-                return await asyncio.gather(*(fn(**row) for row in rows))
+                return await gather_or_cancel(*(fn(**row) for row in rows))
         # Reward code may raise anything, also a TimeoutError of its own.
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
@@ -208,6 +209,16 @@ class RewardPool(JobPool):
 
     def _timeout_text(self) -> str:
         return f"did not return within {self.timeout_s} s and was killed"
+
+
+async def gather_or_cancel(*calls: Awaitable[T]) -> list[T]:
+    """Await all; if one fails the others are cancelled, which may ask a paid service for nothing."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float]:

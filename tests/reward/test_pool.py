@@ -18,6 +18,7 @@ import pytest
 
 from arealite.api.errors import RewardError
 from arealite.api.trajectory import Trajectory
+from arealite.reward.combined import AsyncCombinedReward
 from arealite.reward.pool import RewardPool
 from arealite.utils.pools import process_pool
 from arealite.utils.process import is_computing
@@ -356,6 +357,28 @@ def test_a_coroutine_is_awaited_on_the_loop(pool):
         with pytest.raises(RewardError, match=r"did not return within 0\.1 s \(reward_timeout_s\)"):
             await pool.run(sample_rewards.remote_judge, rows("hang"))
         assert not pool._workers
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_that_fails_ends_those_of_the_other_answers(pool):
+    ended = []
+
+    async def judge(completion, **data):
+        if completion == "bad":
+            raise KeyError("no such judge")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(completion)
+
+    async def main():
+        for fn in (judge, AsyncCombinedReward({"judge": (1.0, judge), "length": (1.0, sample_rewards.length)})):
+            with pytest.raises(RewardError, match="no such judge"):
+                await pool.run(fn, rows("a", "bad", "b"))
+            await asyncio.sleep(0.1)
+            assert ended == ["a", "b"]
+            ended.clear()
 
     asyncio.run(main())
 
