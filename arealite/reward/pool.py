@@ -14,8 +14,8 @@ import pickle
 import resource
 import time
 import traceback
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Hashable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -62,7 +62,8 @@ class RewardPool(JobPool):
         self._blocked_s = 0.0
         # Running mean of a worker's time for one row.
         self._row_s = 0.0
-        self._timeouts_in_row = 0
+        # By function: that of another dataset may be fine.
+        self._timeouts_in_row: Counter[Hashable] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process (the workflow of a rollout worker) it becomes a pool with workers of its own."""
@@ -115,7 +116,7 @@ class RewardPool(JobPool):
                 f"the reward {fn!r} cannot be sent to a worker process ({error}): define it at the top level of a "
                 "module or of your script, or pass reward_inline=True"
             ) from error
-        worker = await self._acquire(fn.__module__)
+        worker = await self._acquire(fn.__module__, _key(fn))
         self._busy[worker] = 0
         try:
             kind, payload, busy_s, blocked_s = await self._ask(worker, job)
@@ -124,8 +125,8 @@ class RewardPool(JobPool):
             if isinstance(lost, WorkerTimeout):
                 text = self._timeout_text()
                 self._row_s = self.timeout_s
-                self._timeouts_in_row += 1
-                if self._timeouts_in_row >= _MAX_TIMEOUTS_IN_ROW:
+                self._timeouts_in_row[_key(fn)] += 1
+                if self._timeouts_in_row[_key(fn)] >= _MAX_TIMEOUTS_IN_ROW:
                     self._fail_waiting(fn)
             self._replace(worker)
             raise RewardError(f"reward {_name(fn)} {text}") from None
@@ -135,7 +136,7 @@ class RewardPool(JobPool):
             raise
         finally:
             del self._busy[worker]
-        self._timeouts_in_row = 0
+        self._timeouts_in_row.pop(_key(fn), None)
         self._row_s += 0.2 * (busy_s / len(rows) - self._row_s)
         self._blocked_s += blocked_s
         self._on_ready(worker)
@@ -200,15 +201,17 @@ class RewardPool(JobPool):
         return sum(is_computing(worker.process.pid) for worker in self._workers) < self.num_workers
 
     def _fail_waiting(self, fn: Callable[..., float]) -> None:
-        """Fail all jobs that wait for a worker: after timeouts only, they would time out as well."""
-        waiting, self._waiting = self._waiting, deque()
-        text = f"reward {_name(fn)} was not tried: the last {self._timeouts_in_row} calls {self._timeout_text()}"
-        for turn in waiting:
-            if not turn.done():
+        """Fail the jobs of a function that wait for a worker: after timeouts only, they would time out."""
+        key, waiting, self._waiting = _key(fn), self._waiting, deque()
+        self._waiting.extend(entry for entry in waiting if entry[1] != key)
+        before = f"the last {self._timeouts_in_row[key]} calls {self._timeout_text()}"
+        text = f"reward {_name(fn)} was not tried: {before}"
+        for turn, wanted_for in waiting:
+            if wanted_for == key and not turn.done():
                 turn.set_exception(RewardError(text))
 
     def _timeout_text(self) -> str:
-        return f"did not return within {self.timeout_s} s and was killed"
+        return f"did not return within {self.timeout_s:g} s (reward_timeout_s) and was killed"
 
 
 async def gather_or_cancel(*calls: Awaitable[T]) -> list[T]:
@@ -298,6 +301,11 @@ def _compute(owner: Connection, fn: Callable[..., float], rows: list[dict[str, A
 def _plain(value: Any) -> float | str | None:
     """Return something that unpickles without imports: a number, None, or the text of anything else."""
     return None if value is None else float(value) if hasattr(value, "__float__") else repr(value)[:200]
+
+
+def _key(fn: Callable[..., Any]) -> Hashable:
+    """Return what tells rewards apart: the name of a function or method, the identity of an object."""
+    return (fn.__module__, fn.__qualname__) if hasattr(fn, "__qualname__") else id(fn)
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -151,7 +151,7 @@ def test_a_reward_that_never_returns_is_killed_and_others_are_not_delayed():
         hanging = [asyncio.ensure_future(pool.run(sample_rewards.never_returns, rows("x")))]
         await asyncio.sleep(0)
         quick = await asyncio.gather(*(pool.run(sample_rewards.length, rows("a" * i)) for i in range(20)))
-        with pytest.raises(RewardError, match=r"did not return within 1.0 s and was killed"):
+        with pytest.raises(RewardError, match=r"did not return within 1 s \(reward_timeout_s\) and was killed"):
             await hanging[0]
         assert time.monotonic() - began < 10
         assert [value for [value] in quick] == [float(i) for i in range(20)]
@@ -272,7 +272,8 @@ def test_half_a_message_blocks_nothing_but_its_own_job():
         stuck = [asyncio.create_task(pool.run(sample_rewards.writes, rows(part))) for part in parts]
         assert await pool.run(sample_rewards.length, rows("abc")) == [3.0]
         outcomes = await asyncio.gather(*stuck, return_exceptions=True)
-        assert {str(outcome) for outcome in outcomes} == {"reward writes did not return within 4.0 s and was killed"}
+        text = "reward writes did not return within 4 s (reward_timeout_s) and was killed"
+        assert {str(outcome) for outcome in outcomes} == {text}
         pool.close()
 
     asyncio.run(main())
@@ -329,6 +330,19 @@ def test_the_deadline_is_that_of_one_sample(pool):
     pool.timeout_s = 2.0
     slow = [{"completion": "x", "nap_s": 0.6} for _ in range(5)]
     assert len(asyncio.run(pool.run(sample_rewards.naps, slow))) == 5
+
+
+def test_a_reward_that_always_hangs_fails_no_jobs_of_others():
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=0.5, max_workers=1)
+        await pool.run(sample_rewards.length, rows("warm"))
+        hanging = [pool.run(sample_rewards.never_returns, rows("x")) for _ in range(10)]
+        others = [pool.run(sample_rewards.length, rows("abc")) for _ in range(5)]
+        outcomes = await asyncio.gather(*hanging, *others, return_exceptions=True)
+        assert all("never_returns" in str(error) for error in outcomes[:10]) and outcomes[10:] == [[3.0]] * 5
+        pool.close()
+
+    asyncio.run(main())
 
 
 def test_a_reward_that_always_hangs_fails_all_waiting_jobs_at_once():

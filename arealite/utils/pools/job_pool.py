@@ -21,9 +21,10 @@ class JobPool(ProcessPool[WorkerProcess]):
         super().__init__()
         self._limit, self._answer, self._name = limit, answer, name
         self._idle: deque[WorkerProcess] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # With what each of them asked for, so that a subclass can tell them apart.
+        self._waiting: deque[tuple[asyncio.Future[None], object]] = deque()
 
-    async def _acquire(self, module: str) -> WorkerProcess:
+    async def _acquire(self, module: str, wanted_for: object = None) -> WorkerProcess:
         """Return an idle worker. `module` is imported once, before workers are forked."""
         while not self._idle:
             if len(self._workers) + len(self._starting) < self._limit:
@@ -32,7 +33,7 @@ class JobPool(ProcessPool[WorkerProcess]):
                 await asyncio.shield(self._launch(worker))
                 continue
             turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            self._waiting.append((turn, wanted_for))
             self._on_wait()
             try:
                 await turn
@@ -60,7 +61,7 @@ class JobPool(ProcessPool[WorkerProcess]):
 
     def _wake(self, count: int = 1) -> None:
         while self._waiting and count:
-            turn = self._waiting.popleft()
+            turn, _ = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
                 count -= 1
