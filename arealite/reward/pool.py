@@ -9,6 +9,7 @@ Coroutine functions are awaited on the event loop itself.
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import resource
@@ -39,6 +40,7 @@ _MAX_JOB_S = 0.05
 _MAX_TIMEOUTS_IN_ROW = 3
 # Longest traceback that is reported, in characters.
 _MAX_TEXT = 10_000
+_MAX_NAME = 100
 T = TypeVar("T")
 
 
@@ -309,4 +311,8 @@ def _key(fn: Callable[..., Any]) -> Hashable:
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", repr(fn))
+    """Return the name of a function, or of the class of an object: its address says nothing."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    is_bare = type(fn).__repr__ is object.__repr__
+    return getattr(fn, "__qualname__", "") or (type(fn).__qualname__ if is_bare else repr(fn)[:_MAX_NAME])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import select
@@ -85,6 +86,19 @@ def test_an_error_shows_the_lines_of_the_reward_and_not_of_the_pool(pool):
         asyncio.run(pool.run(sample_rewards.raises, rows("x")))
     text = str(info.value)
     assert "sample_rewards.py" in text and "pool.py" not in text and not text.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    "fn, name",
+    [
+        (sample_rewards.Judge(), "Judge"),
+        (sample_rewards.Judge().__call__, "Judge.__call__"),
+        (functools.partial(sample_rewards.raises, level=3), "raises"),
+    ],
+)
+def test_errors_name_a_reward_without_its_address(pool, fn, name):
+    with pytest.raises(RewardError, match=f"^reward {name} raised"):
+        asyncio.run(pool.run(fn, rows(None)))
 
 
 def test_very_long_errors_are_cut(pool):
