@@ -13,7 +13,7 @@ from arealite.dataset.prompts import AS_THEY_ARE, load_prompts
 from arealite.easy.base import EasyTrainer
 from arealite.easy.data import Row, as_prompts
 from arealite.easy.options import read_given
-from arealite.easy.rewards import ASKED, RewardPart, Rewards, check_columns, read_rewards
+from arealite.easy.rewards import ASKED, RewardPart, Rewards, check_columns, check_sendable, read_rewards
 from arealite.trainer.ppo import PPOTrainer
 from arealite.trainer.tasks import find_reward, find_task, load_rows
 from arealite.utils.console import show_message
@@ -97,6 +97,7 @@ class GRPOTrainer(EasyTrainer):
     def load(self, data: list[Row] | str, config: Any) -> Any:
         if not self.parts:
             self.parts = read_rewards(self._resolve(config), self._weights)
+            check_sendable(self.parts, self.config.rollout.num_workers)
         if isinstance(data, str):
             rows = load_rows(self.config, config, self.tokenizer)
             if any(part.takes_group for part in self.parts):

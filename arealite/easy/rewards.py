@@ -125,6 +125,16 @@ def check_columns(parts: Sequence[RewardPart], columns: Sequence[str], dataset: 
                 )
 
 
+def check_sendable(parts: Sequence[RewardPart], num_workers: int) -> None:
+    """Raise `ConfigError` for a function that rollout workers, if there are any, cannot import."""
+    own = [part.label for part in parts if not part.is_importable]
+    if num_workers and own:
+        raise ConfigError(
+            f"rollout workers cannot import the reward {', '.join(own)}: put it into a module of its own, or set "
+            "rollout.num_workers=0"
+        )
+
+
 def _is_importable(fn: Any) -> bool:
     """Whether another process can import the function: one of a script or notebook it cannot."""
     try:
@@ -145,6 +155,10 @@ class Rewards(RewardPool):
         self.parts = list(parts)
         self.__name__ = self.__qualname__ = "+".join(part.name for part in parts)
         self._turns: asyncio.Semaphore | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a rollout worker it is the same rewards, and never imports the script either."""
+        return (Rewards, (self.parts, self._given_timeout_s))
 
     @property
     def in_threads(self) -> list[str]:

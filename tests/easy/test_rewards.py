@@ -2,6 +2,7 @@
 
 import asyncio
 import operator
+import pickle
 import threading
 import time
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from arealite.api.errors import ConfigError, RewardError
-from arealite.easy.rewards import ASKED, Rewards, check_columns, read_rewards
+from arealite.easy.rewards import ASKED, Rewards, check_columns, check_sendable, read_rewards
+from arealite.reward.format import think_answer_reward
 from arealite.reward.math import math_reward
 
 
@@ -98,6 +100,25 @@ def test_a_function_of_a_module_runs_in_another_process():
 def test_what_cannot_be_imported_runs_on_threads():
     names = Rewards(read_rewards([lambda completion: 1, math_reward], None), 1.0).in_threads
     assert names == ["reward1"]
+
+
+def test_rollout_workers_compute_the_rewards_too():
+    """They got a pool without functions, called it as the reward, and imported the script, which trained again."""
+    copy = pickle.loads(pickle.dumps(Rewards(read_rewards([math_reward, think_answer_reward], [1.0, 0.5]), None)))
+    try:
+        (value,) = asyncio.run(copy.run(copy, [row("\\boxed{4}", answer="4")]))
+        assert value == 1.0 and value.parts == {"math_reward": 1.0, "TagsReward": 0.0}
+        assert copy.timeout_s == 60.0
+    finally:
+        copy.close()
+
+
+def test_rollout_workers_cannot_import_functions_of_a_script():
+    parts = read_rewards([math_reward, lambda completion: 1.0], None)
+    check_sendable(parts, 0)
+    check_sendable(parts[:1], 2)
+    with pytest.raises(ConfigError, match=r"import the reward reward2: put it into a module of its own, or set roll"):
+        check_sendable(parts, 2)
 
 
 @pytest.mark.parametrize(
