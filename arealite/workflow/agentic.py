@@ -187,8 +187,15 @@ class _InLoop:
     async def _await(self, result: Any) -> Any:
         if not inspect.isawaitable(result):
             return result
-        async with asyncio.timeout(self.timeout_s):
-            return await result
+        deadline = asyncio.timeout(self.timeout_s)
+        try:
+            async with deadline:
+                return await result
+        except TimeoutError as error:
+            # An environment may raise a TimeoutError of its own.
+            if deadline.expired():
+                raise TimeoutError(f"the environment did not return within {self.timeout_s:g} s (timeout_s)") from error
+            raise
 
 
 class _InWorker:
