@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from arealite.api.errors import RewardError
+from arealite.api.errors import ConfigError, RewardError
 from arealite.utils.text import clean
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -42,6 +42,8 @@ class Endpoint:
         timeout_s: float = 60.0,
         deadline_s: float = 300.0,
     ):
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"the address of a service must begin with http:// or https://, got {url!r}")
         self.url, self.api_key_env = url, api_key_env
         self.max_concurrent, self.max_per_minute = max_concurrent, max_per_minute
         self.timeout_s, self.deadline_s = timeout_s, deadline_s

@@ -165,6 +165,8 @@ def test_errors_name_the_reason_but_not_the_key():
         ask("Score: 1", template="{rubric}")
     with pytest.raises(ConfigError, match="lowest, highest"):
         JudgeReward("http://x", "m", scale=(1, 1))
+    with pytest.raises(ConfigError, match=r"must begin with http:// or https://, got 'localhost:8000/v1/chat"):
+        JudgeReward("localhost:8000/v1", "m")
 
 
 @pytest.mark.parametrize(
