@@ -167,3 +167,20 @@ def test_a_job_that_is_cancelled_as_its_turn_comes_passes_it_on(make_pool):
         pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_workers_have_the_environment_of_their_owner_and_not_that_of_the_fork_server(monkeypatch):
+    """A second run in the same process has other keys and log files."""
+
+    async def look() -> list[str | None]:
+        pool = CallPool(1)
+        try:
+            return [await pool.run(os.getenv, name, timeout_s=60) for name in ("KEY_OF_A_RUN", "KEY_BEFORE")]
+        finally:
+            pool.close()
+
+    monkeypatch.setenv("KEY_BEFORE", "first")
+    assert asyncio.run(asyncio.wait_for(look(), 110)) == [None, "first"]
+    monkeypatch.setenv("KEY_OF_A_RUN", "second")
+    monkeypatch.delenv("KEY_BEFORE")
+    assert asyncio.run(asyncio.wait_for(look(), 110)) == ["second", None]

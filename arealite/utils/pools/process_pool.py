@@ -206,6 +206,13 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
+def run_worker(environment: dict[str, str], target: Callable[..., None], *args: Any) -> None:
+    """Call `target` in a worker process, with the environment that its owner has now."""
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
+
+
 class WorkerProcess:
     """A process and its channel. `target(socket, *args)` sends one message when it is ready."""
 
@@ -215,7 +222,11 @@ class WorkerProcess:
         context = fork_context(module)
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self.process = context.Process(target=target, args=(self._theirs, *args), name=name, daemon=is_daemon)
+        # The fork server has the environment of its start: keys and log files of an earlier run in this process.
+        environment = {key: value for key, value in os.environ.items() if key != PRELOAD_ENV}
+        self.process = context.Process(
+            target=run_worker, args=(environment, target, self._theirs, *args), name=name, daemon=is_daemon
+        )
         self._is_killed = False
 
     async def start(self) -> None:
