@@ -54,8 +54,9 @@ class ServedRewardModel:
 class LocalRewardModel:
     """The score of a sequence classifier of Hugging Face, such as `trainer.type=rw` trains.
 
-    `path` is a folder, or a name of the hub. A process of its own loads it with the first answer, on the trainer's GPU
-    if there is one (`device`), and scores the answers that wait together. Each rollout worker has such a process.
+    `path` is a folder, or a name of the hub. A process of its own loads it with the
+    first answer, on the trainer's GPU if there is one (`device`), and scores the answers that wait together. Each
+    rollout worker has such a process.
     With `uses_ids` the tokens are scored as they are; the policy must then have the tokenizer of the reward model.
     Otherwise the text, with the special tokens that the prompt has, is encoded anew and ended as in training. Only the
     last `max_tokens` are read.
@@ -86,14 +87,26 @@ def _check_folder(path: str) -> str:
         if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
             raise ConfigError(f"there is no reward model in {path}: give a folder, or a name of the hub (owner/name)")
         return path
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a reward model from {path}: {error}") from None
+    _check_classifier(folder)
+    return str(folder.resolve())
+
+
+def _check_classifier(folder: Path) -> None:
+    config = _read_json(folder / "config.json")
     kinds = config.get("architectures") or ["no model"]
     if not kinds[0].endswith("ForSequenceClassification"):
         raise ConfigError(
-            f"{path} holds {kinds[0]}; a reward model is a sequence classifier with one output, such as "
+            f"{folder} holds {kinds[0]}; a reward model is a sequence classifier with one output, such as "
             "trainer.type=rw trains"
         )
-    return str(folder.resolve())
+    # Without names the number is that of transformers, and known only when the model is loaded.
+    labels = config.get("id2label") or [""]
+    if len(labels) != 1:
+        raise ConfigError(f"{folder} has {len(labels)} labels; a reward model has one")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a reward model from {file.parent}: {error}") from None

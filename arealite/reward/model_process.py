@@ -46,6 +46,8 @@ class ModelProcess(JobPool):
         self.spec = spec
         self._queue: list[tuple[Answer, asyncio.Future[float]]] = []
         self._sender: asyncio.Task[None] | None = None
+        # Why there is no model: loading it again would take as long and fail again.
+        self._refusal: str | None = None
         self._lifetime = self._close_with_loop()
 
     async def score(self, answer: Answer) -> float:
@@ -63,16 +65,20 @@ class ModelProcess(JobPool):
             sent, self._queue = self._queue[:_MAX_JOB_ROWS], self._queue[_MAX_JOB_ROWS:]
             try:
                 scores = await self._ask([answer for answer, _ in sent])
-            except RewardError as error:
+            # Whatever it is, nobody else would tell those who wait.
+            except Exception as error:
+                text = str(error) if isinstance(error, RewardError) else repr(error)
                 for _, future in sent:
                     if not future.done():
-                        future.set_exception(RewardError(str(error)))
+                        future.set_exception(RewardError(text))
                 continue
             for (_, future), score in zip(sent, scores, strict=True):
                 if not future.done():
                     future.set_result(score)
 
     async def _ask(self, answers: list[Answer]) -> list[float]:
+        if self._refusal is not None:
+            raise RewardError(self._refusal)
         worker = await self._acquire(__name__)
         worker.channel.send((self.spec, answers))
         try:
@@ -81,8 +87,10 @@ class ModelProcess(JobPool):
             self._replace(worker)
             raise RewardError(f"the process of the reward model {self.spec.path} {lost}") from None
         self._on_ready(worker)
-        if kind == "error":
-            raise RewardError(f"the reward model {self.spec.path}: {payload}")
+        if kind == "refused":
+            self._refusal = payload
+        if kind != "done":
+            raise RewardError(payload)
         return payload
 
     def _start_error(self, lost: WorkerLost) -> RewardError:
@@ -114,9 +122,11 @@ def answer_job(owner: Connection, job: Any) -> bytes:
     try:
         tokenizer, model = load_model(spec.path, spec.device)
         result = "done", score_answers(tokenizer, model, answers, spec.max_tokens)
+    except ConfigError as error:
+        result = "refused", str(error)
     # Models and their files may raise anything; the run needs the reason.
     except Exception as error:
-        result = "error", f"{type(error).__name__}: {str(error).strip()[:2000]}"
+        result = "error", f"the reward model {spec.path}: {type(error).__name__}: {str(error).strip()[:2000]}"
     return pickle.dumps(result)
 
 
@@ -138,6 +148,9 @@ def load_model(path: str, device: str) -> tuple[Any, Any]:
 
 def score_answers(tokenizer: Any, model: Any, answers: Sequence[Answer], max_tokens: int) -> list[float]:
     """Return the score of each answer, in their order."""
+    # For a folder without a tokenizer transformers makes one that knows special tokens only.
+    if any(isinstance(a, str) for a in answers) and len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
+        raise ConfigError(f"{tokenizer.name_or_path} holds a reward model without a tokenizer")
     rows = [(_encode(tokenizer, a) if isinstance(a, str) else a)[-max_tokens:] for a in answers]
     scores = [0.0] * len(rows)
     limit = _BATCH_TOKENS["cpu" if model.device.type == "cpu" else "cuda"]

@@ -94,6 +94,36 @@ def test_a_model_that_cannot_score_says_why(model_path, tokenizer, tmp_path):
         run(ask())
 
 
+@pytest.mark.slow
+def test_a_model_that_cannot_be_used_is_loaded_once(model_path, tokenizer, tmp_path):
+    """A large one would be read again for each job, until the run had failed often enough."""
+    model = LocalRewardModel(save_classifier(tmp_path, model_path, tokenizer), "cpu")
+    for file in tmp_path.glob("token*"):
+        file.unlink()
+
+    async def ask():
+        with pytest.raises(RewardError, match=f"{tmp_path} holds a reward model without a tokenizer"):
+            await model("2+2?", "4")
+        (process,) = model_process._processes.values()
+        process._acquire = None
+        with pytest.raises(RewardError, match="without a tokenizer"):
+            await model("2+2?", "4")
+
+    run(ask())
+
+
+def test_an_unexpected_error_reaches_those_who_wait(classifier, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no process")
+
+    async def ask():
+        monkeypatch.setattr(model_process.ModelProcess, "_acquire", fail)
+        await asyncio.wait_for(LocalRewardModel(classifier, "cpu")("2+2?", "4"), 60)
+
+    with pytest.raises(RewardError, match="no process"):
+        run(ask())
+
+
 def test_names_of_rewards_may_be_folders(classifier, model_path, monkeypatch):
     assert repr(named_reward(classifier)) == f"LocalRewardModel({classifier!r})"
     parent, name = os.path.split(classifier)
@@ -110,6 +140,8 @@ def test_other_models_are_refused(model_path, tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="cannot load a reward model"):
         LocalRewardModel(str(tmp_path))
     folder = save_classifier(tmp_path, model_path, tokenizer, num_labels=3)
+    with pytest.raises(ConfigError, match="has 3 labels"):
+        LocalRewardModel(folder)
     with pytest.raises(ConfigError, match="has 3 labels"):
         model_process.load_model(folder, "cpu")
 
