@@ -57,8 +57,10 @@ class TrainResult:
     @cached_property
     def model(self) -> PreTrainedModel:
         """The trained model, loaded at the first use."""
-        kind = AutoModelForSequenceClassification if self.has_scalar_head else AutoModelForCausalLM
-        return kind.from_pretrained(self.path)
+        if self.has_scalar_head:
+            # An adapter does not say how many outputs there are.
+            return AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1)
+        return AutoModelForCausalLM.from_pretrained(self.path)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

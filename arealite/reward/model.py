@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from arealite.api.errors import ConfigError, RewardError
 from arealite.reward.endpoint import Endpoint
-from arealite.reward.model_process import ModelSpec, shared_process
+from arealite.reward.model_process import ADAPTER, ModelSpec, shared_process
 from arealite.utils.text import clean
 
 
@@ -54,7 +54,7 @@ class ServedRewardModel:
 class LocalRewardModel:
     """The score of a sequence classifier of Hugging Face, such as `trainer.type=rw` trains.
 
-    `path` is a folder, or a name of the hub. A process of its own loads it with the
+    `path` is a folder, which may hold an adapter of PEFT, or a name of the hub. A process of its own loads it with the
     first answer, on the trainer's GPU if there is one (`device`), and scores the answers that wait together. Each
     rollout worker has such a process.
     With `uses_ids` the tokens are scored as they are; the policy must then have the tokenizer of the reward model.
@@ -87,7 +87,10 @@ def _check_folder(path: str) -> str:
         if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
             raise ConfigError(f"there is no reward model in {path}: give a folder, or a name of the hub (owner/name)")
         return path
-    _check_classifier(folder)
+    if (folder / ADAPTER).is_file():
+        _check_adapter(folder)
+    else:
+        _check_classifier(folder)
     return str(folder.resolve())
 
 
@@ -103,6 +106,14 @@ def _check_classifier(folder: Path) -> None:
     labels = config.get("id2label") or [""]
     if len(labels) != 1:
         raise ConfigError(f"{folder} has {len(labels)} labels; a reward model has one")
+
+
+def _check_adapter(folder: Path) -> None:
+    if "score" not in (_read_json(folder / ADAPTER).get("modules_to_save") or []):
+        raise ConfigError(
+            f"{folder} holds an adapter without a scalar head; that of a reward model has one, such as trainer.type=rw "
+            "trains"
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

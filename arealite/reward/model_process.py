@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from arealite.utils.pools.process_pool import WorkerLost
 # For one job, and for loading the model before the first one.
 _TIMEOUT_S = 1800.0
 _MAX_JOB_ROWS = 256
+# In the folder of an adapter.
+ADAPTER = "adapter_config.json"
 # Tokens of a batch, with padding.
 _BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 
@@ -136,8 +139,10 @@ def load_model(path: str, device: str) -> tuple[Any, Any]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = torch.float32 if device == "cpu" else "auto"
+    # The config.json of an adapter is that of the model under it, which may be a language model.
+    own = {"num_labels": 1} if Path(path, ADAPTER).is_file() else {}
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, **own)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a reward model from {path}: {str(error).strip().splitlines()[0]}") from error

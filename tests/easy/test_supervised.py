@@ -1,6 +1,7 @@
 """Training on fixed data from Python: rows in TRL's layouts, in this process, without servers."""
 
 import pytest
+from peft import LoraConfig
 
 from arealite import DPOTrainer, RewardTrainer, SFTTrainer
 from arealite.api.errors import ConfigError, DatasetError
@@ -23,6 +24,8 @@ def test_supervised_trainers(model_path, tmp_path):
     kto = DPOTrainer(train_dataset=LABELED, eval_dataset=LABELED[:4], loss_type="kto", **common).train()
     assert kto.history[-1]["loss"] < 0.49 and kto.history[-1]["eval/valid/loss"] < 0.49
     assert RewardTrainer(train_dataset=PAIRS, **common).train().model.config.num_labels == 1
+    adapted = RewardTrainer(train_dataset=PAIRS, peft_config=LoraConfig(r=4), **common).train()
+    assert (adapted.path / "adapter_config.json").exists() and adapted.model.config.num_labels == 1
     whole = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + "no"} for row in PAIRS]
     assert RewardTrainer(train_dataset=whole, **common).train().history[-1]["accuracy"] == 1.0
     chats = [

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 
+import peft
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -122,6 +123,23 @@ def test_an_unexpected_error_reaches_those_who_wait(classifier, monkeypatch):
 
     with pytest.raises(RewardError, match="no process"):
         run(ask())
+
+
+def test_an_adapter_scores_with_its_own_head(model_path, tokenizer, tmp_path):
+    base = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    own, model = model_process.load_model(str(tmp_path), "cpu")
+    ids = [*own.encode("2+2?4", add_special_tokens=False), own.eos_token_id]
+    with torch.inference_mode():
+        expected = float(adapted(torch.tensor([ids])).logits[0, 0])
+    assert LocalRewardModel(str(tmp_path)).spec.path == str(tmp_path)
+    assert model_process.score_answers(own, model, ["2+2?4"], 4096) == pytest.approx([expected], abs=1e-5)
+    policy = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    policy.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="holds an adapter without a scalar head"):
+        LocalRewardModel(str(tmp_path))
 
 
 def test_names_of_rewards_may_be_folders(classifier, model_path, monkeypatch):
