@@ -56,10 +56,9 @@ class LocalRewardModel:
 
     `path` is a folder, which may hold an adapter of PEFT, or a name of the hub. A process of its own loads it with the
     first answer, on the trainer's GPU if there is one (`device`), and scores the answers that wait together. Each
-    rollout worker has such a process.
-    With `uses_ids` the tokens are scored as they are; the policy must then have the tokenizer of the reward model.
-    Otherwise the text, with the special tokens that the prompt has, is encoded anew and ended as in training. Only the
-    last `max_tokens` are read.
+    rollout worker has such a process. With `uses_ids` the tokens are scored as they are; the policy must then have the
+    tokenizer of the reward model. Otherwise the text, with the special tokens that the prompt has, is encoded anew and
+    ended as in training. Only the last `max_tokens` are read.
     """
 
     def __init__(self, path: str, device: str = "auto", uses_ids: bool = False, max_tokens: int = 4096):
