@@ -19,7 +19,10 @@ def run_stages(name: str, argv: list[str]) -> int:
     known = {"sft": "model", "rw": "model", "dpo": "model", "grpo": "actor"}
     if not stages or not set(stages.split(",")) <= known.keys():
         raise ConfigError(f"the first argument lists stages of {', '.join(known)}, such as sft,rw,grpo; got {stages!r}")
-    fileroot = next((o.partition("=")[2] for o in overrides if o.startswith("cluster.fileroot=")), "runs")
+    given = dict(o.split("=", 1) for o in overrides if "=" in o)
+    if "trial_name" in given:
+        raise ConfigError("each stage is a run with the stage as its trial_name: set experiment_name instead")
+    experiment = run_path(given.get("cluster.fileroot", "runs"), given.get("experiment_name", name), "sft").parent
     policy: Path | None = None
     reward_model: Path | None = None
     for stage in stages.split(","):
@@ -30,7 +33,10 @@ def run_stages(name: str, argv: list[str]) -> int:
         code = run([*config, *overrides, *start])
         if code:
             return code
-        trained = max((run_path(fileroot, name, stage) / "checkpoints").glob("step*"))
+        folder = experiment / stage / "checkpoints"
+        trained = max(folder.glob("step*"), default=None)
+        if trained is None:
+            raise ConfigError(f"there is no checkpoint of the stage {stage} in {folder}")
         if stage == "rw":
             reward_model = trained
         else:

@@ -70,9 +70,9 @@ def test_stages_continue_from_each_other(model_path, tmp_path, name, stages):
     keys = [f"train_dataset.path={tmp_path / 'rows.jsonl'}", *SMALL, *policy(model_path, "trainer.grpo.")]
     for stage in ("sft", "rw", "dpo"):
         keys += [f"trainer.{stage}.model.path={model_path}", f"trainer.{stage}.model.dtype=float32"]
-    run([str(EXAMPLES / f"{name}.py"), stages, *keys], tmp_path / "runs")
+    run([str(EXAMPLES / f"{name}.py"), stages, *keys, "experiment_name=mine"], tmp_path / "runs")
     for stage in stages.split(","):
-        stats = read_stats(RunDir(tmp_path / "runs" / name / stage))
+        stats = read_stats(RunDir(tmp_path / "runs" / "mine" / stage))
         assert len(stats) == 2, stage
     if "grpo" in stages:
         # The scores of a reward model, not 0 or 1.
