@@ -75,7 +75,7 @@ class LocalRewardModel:
         completion_ids: Sequence[int] = (),
         **data: Any,
     ) -> float:
-        answer = [*prompt_ids, *completion_ids] if self.uses_ids else prompt + completion
+        answer = [*prompt_ids, *completion_ids] if self.uses_ids else (prompt, completion)
         return await shared_process(self.spec).score(answer)
 
 

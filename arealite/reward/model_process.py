@@ -37,8 +37,8 @@ class ModelSpec(NamedTuple):
     max_tokens: int
 
 
-# Text, or tokens.
-Answer = str | list[int]
+# The texts of prompt and completion, or their tokens.
+Answer = tuple[str, str] | list[int]
 
 
 class ModelProcess(JobPool):
@@ -154,9 +154,9 @@ def load_model(path: str, device: str) -> tuple[Any, Any]:
 def score_answers(tokenizer: Any, model: Any, answers: Sequence[Answer], max_tokens: int) -> list[float]:
     """Return the score of each answer, in their order."""
     # For a folder without a tokenizer transformers makes one that knows special tokens only.
-    if any(isinstance(a, str) for a in answers) and len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
+    if any(isinstance(a, tuple) for a in answers) and len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
         raise ConfigError(f"{tokenizer.name_or_path} holds a reward model without a tokenizer")
-    rows = [(_encode(tokenizer, a) if isinstance(a, str) else a)[-max_tokens:] for a in answers]
+    rows = [(_encode(tokenizer, *a) if isinstance(a, tuple) else a)[-max_tokens:] for a in answers]
     scores = [0.0] * len(rows)
     limit = _BATCH_TOKENS["cpu" if model.device.type == "cpu" else "cuda"]
     for batch in _split(rows, limit):
@@ -165,8 +165,10 @@ def score_answers(tokenizer: Any, model: Any, answers: Sequence[Answer], max_tok
     return scores
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    ids, end = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+def _encode(tokenizer: Any, prompt: str, completion: str) -> list[int]:
+    # Separately, as in training: no token spans the border between them.
+    ids = [token for text in (prompt, completion) for token in tokenizer.encode(text, add_special_tokens=False)]
+    end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from arealite.api.errors import ConfigError, RewardError
+from arealite.dataset.sft import tokenize_sft
 from arealite.reward import model_process
 from arealite.reward.model import LocalRewardModel
 from arealite.reward.names import named_reward
@@ -46,8 +47,10 @@ def test_answers_are_scored_together_as_alone(classifier, tokenizer, monkeypatch
     monkeypatch.setitem(model_process._BATCH_TOKENS, "cpu", 40)
     own, model = model_process.load_model(classifier, "cpu")
     own.pad_token_id = model.config.pad_token_id = tokenizer.eos_token_id
-    texts = ["2+2?4", "a much longer answer to a question that nobody asked", "x", "2+2?5", "again and again and again"]
-    rows = [[*own.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    questions = ["2+2?", "a much longer question ", "x", "2+2?", "again and "]
+    texts = list(zip(questions, ["4", "to which nobody knows an answer", "", "5", "again and again"], strict=True))
+    # As in the training of reward models.
+    rows = [tokenize_sft(prompt, answer, own, add_special_tokens=False)["input_ids"] for prompt, answer in texts]
     expected = [score_alone(classifier, row) for row in rows]
     assert model_process.score_answers(own, model, texts, 4096) == pytest.approx(expected, abs=1e-5)
     assert model_process.score_answers(own, model, rows, 4096) == pytest.approx(expected, abs=1e-5)
@@ -135,7 +138,7 @@ def test_an_adapter_scores_with_its_own_head(model_path, tokenizer, tmp_path):
     with torch.inference_mode():
         expected = float(adapted(torch.tensor([ids])).logits[0, 0])
     assert LocalRewardModel(str(tmp_path)).spec.path == str(tmp_path)
-    assert model_process.score_answers(own, model, ["2+2?4"], 4096) == pytest.approx([expected], abs=1e-5)
+    assert model_process.score_answers(own, model, [("2+2?", "4")], 4096) == pytest.approx([expected], abs=1e-5)
     policy = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     policy.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds an adapter without a scalar head"):
