@@ -25,7 +25,7 @@ from typing import Any
 
 from arealite.api.errors import AReaLiteError
 from arealite.launcher.output import lasting_output
-from arealite.launcher.watchdog import remove_paths
+from arealite.launcher.watchdog import detach, remove_paths
 from arealite.utils.activity import activity
 from arealite.utils.process import MARK_ENV, describe_exit, die_with_parent, end_families, last_error, tail
 from arealite.utils.status.writer import status
@@ -160,6 +160,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            preexec_fn=detach,
             pass_fds=[] if self._lock is None else [self._lock],
         )
         assert self._watchdog.stdin is not None

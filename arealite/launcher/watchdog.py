@@ -14,13 +14,24 @@ from pathlib import Path
 from arealite.utils.process import end_families
 
 
-def main() -> None:
+def detach() -> None:
+    """Leave the launcher's process tree, and ignore signals: the child ends, and its own child goes on.
+
+    Called before the program starts, because the watchdog needs protection while it imports its modules, too: code that
+    kills a launcher with its children, as Ray does, must not kill it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Leave the launcher's process tree: code that kills the launcher with its children (as Ray does) must not kill us.
     if os.fork():
         os._exit(0)
-    mark, grace_s = sys.stdin.readline().rsplit(" ", 1)
+
+
+def main() -> None:
+    first = sys.stdin.readline()
+    if not first:
+        # The launcher was killed before it started anything. Every process carries the empty mark.
+        return
+    mark, grace_s = first.rsplit(" ", 1)
     pids: set[int] = set()
     paths: list[Path] = []
     for line in sys.stdin:
