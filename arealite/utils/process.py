@@ -34,6 +34,10 @@ _PR_SET_PDEATHSIG = 1
 # For checkpoints, processes and libraries, besides connections.
 _RESERVED_DESCRIPTORS = 256
 _NO_LIMIT = 1 << 20
+# Flags of the kernel (PF_EXITING, PF_KTHREAD) for processes that have no environment any more, or never.
+_EXITING, _KERNEL_THREAD = 0x4, 0x00200000
+# How long a process may take to load its program on a busy machine.
+_MAX_LOADING_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,7 +106,7 @@ def find_family(pids: Collection[int], marks: Collection[str] = ()) -> list[Proc
     """Find the living processes of `pids`: themselves, their sessions, descendants, carriers of a mark."""
     table = process_table()
     members = {p for p, info in table.items() if p in pids or info.session in pids}
-    members |= {p for p in table if marks and _has_mark(p, marks)}
+    members |= _find_carriers(table, marks)
     grew = True
     while grew:
         children = {p for p, info in table.items() if info.parent in members}
@@ -216,12 +220,41 @@ def _is_alive(info: ProcessInfo) -> bool:
     return now is not None and now.started == info.started and not now.zombie
 
 
-def _has_mark(pid: int, marks: Collection[str]) -> bool:
+def _find_carriers(pids: Collection[int], marks: Collection[str]) -> set[int]:
+    """Return the processes with a mark.
+
+    A process that is loading its program (exec) has no environment for a moment. Whoever started it may have ended, and
+    then nothing else tells to whom it belongs: wait until it has one. The kernel reports no end of this moment.
+    """
+    deadline = time.monotonic() + _MAX_LOADING_S
+    carriers = set()
+    for pid in pids if marks else ():
+        environment = _read_environment(pid)
+        if environment == b"":
+            while _is_loading(pid) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            environment = _read_environment(pid)
+        if environment and any(mark.encode() in environment for mark in marks):
+            carriers.add(pid)
+    return carriers
+
+
+def _read_environment(pid: int) -> bytes | None:
+    """Return the environment with which a process was started; None if it has ended or may not be read."""
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+
+
+def _is_loading(pid: int) -> bool:
+    """Whether a process has no environment yet, because it is loading its program."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return False
-    return any(mark.encode() in environment for mark in marks)
+    flags, end_of_environment = int(fields[6]), fields[48]
+    return end_of_environment == "0" and not flags & (_EXITING | _KERNEL_THREAD)
 
 
 def _read_stat(pid: int) -> ProcessInfo | None:

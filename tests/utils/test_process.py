@@ -4,6 +4,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from arealite.utils.process import MARK_ENV, end_families, find_family, process_table, raise_file_limit, tail
 
@@ -15,6 +16,13 @@ child.stdout.readline()
 print(child.pid, flush=True)
 if sys.argv[1] == "stay":
     time.sleep(600)
+"""
+
+# Becomes a program whose many arguments take the kernel a while to set up.
+LOADING = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_STACK, (1 << 26, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+os.execvpe("sh", ["sh", "-c", "sleep 600", *["x"] * 550_000], {**os.environ, sys.argv[1]: sys.argv[2]})
 """
 
 
@@ -43,6 +51,21 @@ def test_a_daemon_whose_parent_is_gone_is_found_by_its_mark():
     assert alive(daemon)
     end_families([], grace_s=0.2, marks=["mark-of-this-test"])
     assert not alive(daemon)
+
+
+def test_a_process_that_is_loading_its_program_is_found_by_its_mark():
+    """It has no environment until then."""
+    for number in range(5):
+        mark = f"mark-{number}-of-process-{os.getpid()}"
+        process = subprocess.Popen([sys.executable, "-c", LOADING, MARK_ENV, mark], start_new_session=True)
+        environment = Path(f"/proc/{process.pid}/environ")
+        try:
+            while (text := environment.read_bytes()) and mark.encode() not in text:
+                pass
+            assert process.pid in {info.pid for info in find_family([], [mark])}
+        finally:
+            end_families([process.pid], grace_s=0.0)
+            process.wait()
 
 
 def test_a_process_that_ends_on_sigterm_is_not_waited_for():
