@@ -204,7 +204,8 @@ def _wait_for_end(processes: list[ProcessInfo], timeout_s: float) -> None:
     for info in processes:
         try:
             descriptor = os.pidfd_open(info.pid)
-        except ProcessLookupError:
+        except OSError:
+            # It has ended. Older kernels call that EINVAL while its number is still that of a session or group.
             continue
         try:
             poll = select.poll()

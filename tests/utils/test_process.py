@@ -1,9 +1,11 @@
+import errno
 import os
 import resource
 import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from arealite.utils.process import MARK_ENV, end_families, find_family, process_table, raise_file_limit, tail
@@ -73,6 +75,23 @@ def test_a_process_that_ends_on_sigterm_is_not_waited_for():
     # The test's own timeout is less than the grace period.
     end_families([process.pid], grace_s=600)
     assert process.wait() == -signal.SIGTERM
+
+
+def test_a_process_that_ends_during_the_search_is_no_error(monkeypatch):
+    """Older kernels report EINVAL for a leader that has ended before the rest of its session."""
+
+    def report_invalid(pid: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    process, daemon = start("stay")
+    monkeypatch.setattr(os, "pidfd_open", report_invalid)
+    end_families([process.pid], grace_s=0.0)
+    monkeypatch.undo()
+    process.wait()
+    end = time.monotonic() + 60
+    while alive(daemon):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_die_with_parent():
