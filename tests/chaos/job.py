@@ -127,10 +127,17 @@ class ChaosJob:
     def _signal_first(self, part: str, number: signal.Signals) -> int | None:
         """Return the process that got the signal; None if there is none, or it has just ended."""
         for pid in self.pids(part)[:1]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            if self.signal_if_alive(pid, number):
                 return pid
         return None
+
+    @staticmethod
+    def signal_if_alive(pid: int, number: signal.Signals) -> bool:
+        """Send a signal to a process that may have ended meanwhile; False if it has."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return True
+        return False
 
     def step(self) -> int:
         """Return the number of finished steps."""
@@ -163,10 +170,7 @@ class ChaosJob:
     def end(self) -> None:
         """Kill all processes of the job."""
         for pid in self.all_pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            self.signal_if_alive(pid, signal.SIGKILL)
         self.launcher.wait(timeout=10)
         self.log.close()
 
@@ -196,6 +200,6 @@ class ChaosJob:
 
     def until_gone(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.all_pids():
-            assert time.monotonic() < deadline, f"left behind: {self.all_pids()}\n{self.tail()}"
+        while left := self.all_pids():
+            assert time.monotonic() < deadline, f"left behind: {list(map(self.command_of, left))}\n{self.tail()}"
             time.sleep(0.05)
