@@ -62,6 +62,9 @@ def test_a_process_that_is_loading_its_program_is_found_by_its_mark():
         process = subprocess.Popen([sys.executable, "-c", LOADING, MARK_ENV, mark], start_new_session=True)
         environment = Path(f"/proc/{process.pid}/environ")
         try:
+            # First the interpreter is loaded, which has no mark yet.
+            while not environment.read_bytes():
+                pass
             while (text := environment.read_bytes()) and mark.encode() not in text:
                 pass
             assert process.pid in {info.pid for info in find_family([], [mark])}
