@@ -3,6 +3,7 @@
 Nothing here judges. What cannot be read becomes a line in `Case.notes`, never an error.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -100,8 +101,9 @@ def _memory_of(pid: int) -> bytes:
             if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{STATUS_NAME}"):
                 for _ in range(5):
                     content = Path(folder, name).read_bytes()
-                    # It is being replaced otherwise.
-                    if content.endswith(b"}"):
+                    # It is being replaced otherwise: empty, cut, or with the end of what it was.
+                    with contextlib.suppress(ValueError):
+                        json.loads(content)
                         return content
     except OSError:
         pass

@@ -7,7 +7,9 @@ import os
 import threading
 import time
 
+from arealite.doctor import collect
 from arealite.utils.status import waits
+from arealite.utils.status.memory import make_memory, replace_content
 from arealite.utils.status.writer import NAME_ENV, RUN_ENV, Status, clear_status
 
 
@@ -57,7 +59,10 @@ def test_a_write_that_does_not_return_leaves_the_memory_new(tmp_path, monkeypatc
     written = read(tmp_path)["clock"]
     deadline = time.monotonic() + 30
     while True:
-        content = json.loads(os.pread(status._memory, 1 << 20, 0) or b"{}")
+        content = {}
+        # It may be read while it is being replaced.
+        with contextlib.suppress(ValueError):
+            content = json.loads(os.pread(status._memory, 1 << 20, 0))
         if "has not returned" in content.get("problem", "") and content["clock"] > written + 0.1:
             break
         assert time.monotonic() < deadline, content
@@ -121,3 +126,16 @@ def test_the_pace_of_steps_is_known_while_they_run():
     for _ in status.count_steps(range(3)):
         break
     assert "pace" not in status.snapshot(), "what follows a loop that ends early is no step"
+
+
+def test_a_status_that_is_being_replaced_is_not_read(monkeypatch):
+    monkeypatch.setattr(collect, "STATUS_NAME", "replaced-status")
+    descriptor = make_memory("replaced-status")
+    try:
+        # Two writes at once, or a new text with the end of the old one.
+        replace_content(descriptor, b'{"pid": 1}{"pid": 2}')
+        assert collect._memory_of(os.getpid()) == b""
+        replace_content(descriptor, b'{"pid": 3}')
+        assert collect._memory_of(os.getpid()) == b'{"pid": 3}'
+    finally:
+        os.close(descriptor)
