@@ -75,7 +75,7 @@ def train(name: str, args: argparse.Namespace) -> Path:
     command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / f"{script}.py")]
     command += ["--config", str(EXAMPLES / "configs" / f"{script}.yaml"), "allocation_mode=d1"]
     command += [f"model.path={args.model}", f"train_dataset.path={data}", f"train_dataset.max_length={MAX_LENGTH}"]
-    # Several runs share a GPU: none may take what is free at its start.
+    # Several runs share a GPU.
     command.append("model.max_tokens_per_mb=16384")
     command += [f"cluster.fileroot={args.out / 'runs'}", f"trial_name={name}"]
     if name != "rw":

@@ -178,7 +178,7 @@ class BaseExperimentConfig(Section):
     )
     valid_dataset: ValidationDatasetConfig | None = _help("Validation data; statistics call it `valid`.", None)
     valid_datasets: dict[str, ValidationDatasetConfig] = _help("Several validation sets, by name.", dict)
-    reward: str | None = _help("RL: built-in reward, folder of a reward model, or package.module:function.", None)
+    reward: str | None = _help("RL: built-in name, folder of a reward model, module:function; null: the task's.", None)
     reward_timeout_s: float | None = _help("Deadline of a reward; null: 15 s, of a coroutine 1800 s.", None, SECONDS)
     workflow: str | None = _help(
         "RL: package.module:Class of your own workflow; null: one answer to each prompt (RLVRWorkflow).", None

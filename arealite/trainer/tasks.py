@@ -23,6 +23,7 @@ from arealite.api.rollout_api import find_workflow, load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
+from arealite.dataset.hub import check_hub
 from arealite.dataset.loader import check_training_rows, check_valid_rows
 from arealite.dataset.order import Mixture
 from arealite.dataset.preference import loss_of, preference_loader, read_preference
@@ -30,6 +31,7 @@ from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, loa
 from arealite.dataset.rows import find_files, load_dataset
 from arealite.dataset.sft import get_sft, load_tokenizer, read_sft
 from arealite.dataset.streamed import open_streamed
+from arealite.reward.model import LocalRewardModel
 from arealite.reward.names import REWARDS, named_reward
 from arealite.reward.pool import RewardPool
 from arealite.trainer import task_formats as formats
@@ -102,7 +104,11 @@ def find_reward(data: DataSourceConfig, default: str | None = None) -> RewardFn:
             "to the folder of a reward model, or to a function of yours (package.module:function); or set its `task` "
             f"({', '.join(name for name, task in TASKS.items() if task.reward)})"
         )
-    return named_reward(name)
+    reward = named_reward(name)
+    if isinstance(reward, LocalRewardModel):
+        # A mistyped folder looks like a name of the hub.
+        check_hub(reward.spec.path)
+    return reward
 
 
 def load_rl(

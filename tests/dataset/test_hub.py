@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset import hub, load_tokenizer
 from arealite.dataset.hub import check_hub
+from arealite.trainer.tasks import find_reward
 
 
 @pytest.fixture
@@ -32,6 +34,12 @@ def test_a_name_that_cannot_be_downloaded_is_refused_before_any_request(without_
     )
     with pytest.raises(ConfigError, match=message):
         load_tokenizer("nobody/nothing")
+
+
+def test_a_reward_model_that_is_nowhere_is_refused_before_the_run(without_hub):
+    """A mistyped folder looks like a name of the hub."""
+    with pytest.raises(ConfigError, match="'runs/rw' is neither a folder nor a model in the cache"):
+        find_reward(DatasetConfig(path="mine.jsonl", reward="runs/rw"))
 
 
 def test_what_may_be_found_is_not_refused(without_hub, monkeypatch):
