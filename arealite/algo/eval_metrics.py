@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import comb
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -18,6 +18,27 @@ import numpy as np
 _Z = 1.959964
 # Subsets of answers for maj@k: all of them up to this many, else so many drawn at random.
 _MAX_SUBSETS = 256
+
+
+def solved_statistics(solved: Sequence[Sequence[bool]], votes: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return pass@k and maj@k with their intervals, from the answers to each question."""
+    stats, num_answers = {}, sum(map(len, solved))
+    for k in reported_counts(min(map(len, solved))):
+        metrics = {f"pass@{k}": [pass_at_k(len(own), sum(own), k) for own in solved]}
+        if k > 1:
+            metrics[f"maj@{k}"] = [majority_at_k(*pair, k) for pair in zip(votes, solved, strict=True)]
+        for name, scores in metrics.items():
+            low, high = interval(scores, num_answers)
+            stats |= {name: fmean(scores), f"{name}/low": low, f"{name}/high": high}
+    return stats
+
+
+def score_statistics(rewards: Sequence[float]) -> dict[str, float]:
+    """Return the mean reward, one for each question, and from two questions on its interval."""
+    stats = {"reward": fmean(rewards)}
+    if len(rewards) > 1:
+        stats["reward/low"], stats["reward/high"] = mean_interval(rewards)
+    return stats
 
 
 def reported_counts(n: int) -> list[int]:
@@ -72,6 +93,12 @@ def interval(scores: Sequence[float], num_answers: int) -> tuple[float, float]:
     half = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
     # Rounding must not exclude the mean itself.
     return min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half))
+
+
+def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of the mean of scores without limits, one for each question (at least two)."""
+    mean, half = fmean(scores), _t_quantile(len(scores) - 1) * stdev(scores) / math.sqrt(len(scores))
+    return mean - half, mean + half
 
 
 def _effective_answers(scores: Sequence[float], mean: float, num_answers: int) -> float:

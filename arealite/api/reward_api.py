@@ -10,6 +10,9 @@ crashes, only its own episode fails. Make a function that waits for a remote ser
 with `__call__` works as a function does, if it can be pickled.
 
 A reward of several parts returns `{"reward": total, "part": value, …}`; the parts become statistics of the run.
+
+An answer with a reward of 1 is solved (pass@k). An object whose rewards have no such value, such as a reward model, has
+the attribute `is_score = True`; its evaluations compare the mean reward instead.
 """
 
 import inspect
@@ -76,6 +79,11 @@ def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
             f"the reward {name} does not take {', '.join(map(repr, unused))}, which every call passes by name: end its "
             "parameters with **row"
         )
+
+
+def is_score(fn: Any) -> bool:
+    """Whether no value of a reward means that an answer is solved, as with reward models (`is_score`)."""
+    return bool(getattr(fn, "is_score", False))
 
 
 def is_async(fn: Any) -> bool:

@@ -34,7 +34,7 @@ class OptimizerConfig(Section):
         "adamw", "adamw_bf16", "adamw_8bit",
     )  # fmt: skip
     lr: float | None = _help(
-        "Peak learning rate; null: 2e-6 for a policy, 1e-6 for DPO, else 1e-5; with LoRA ten times that.",
+        "Peak learning rate; null: 2e-6 for a policy, 3e-6 for DPO, else 1e-5; with LoRA ten times that.",
         None,
         POSITIVE,
     )
@@ -285,7 +285,7 @@ class PPOCriticConfig(TrainEngineConfig):
 class PreferenceConfig(TrainEngineConfig):
     """A model trained on chosen and rejected answers."""
 
-    default_lr: ClassVar[float] = 1e-6
+    default_lr: ClassVar[float] = 3e-6
 
     loss: str = _choice("Which preference loss.", "dpo", "ipo", "kto", "orpo", "simpo")
     beta: float | None = _help(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import ConfigError, RewardError
-from arealite.api.reward_api import Score, is_async
+from arealite.api.reward_api import Score, is_async, is_score
 from arealite.reward.pool import RewardPool, check_rewards, gather_or_cancel
 from arealite.utils.beside import run_beside
 from arealite.utils.pools.process_pool import never_import_script
@@ -154,6 +154,7 @@ class Rewards(RewardPool):
         never_import_script()
         self.parts = list(parts)
         self.__name__ = self.__qualname__ = "+".join(part.name for part in parts)
+        self.is_score = any(is_score(part.fn) for part in parts)
         self._turns: asyncio.Semaphore | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arealite.api.errors import ConfigError
-from arealite.api.reward_api import RewardFn, is_async
+from arealite.api.reward_api import RewardFn, is_async, is_score
 from arealite.reward.pool import check_rewards, gather_or_cancel
 
 
@@ -24,6 +24,7 @@ class CombinedReward:
         slow = [name for name, (_, fn) in self.parts.items() if is_async(fn)]
         if slow and not is_async(self):
             raise ConfigError(f"{', '.join(slow)} must be awaited: use AsyncCombinedReward")
+        self.is_score = any(is_score(fn) for _, fn in self.parts.values())
 
     def __call__(self, *args: Any, **row: Any) -> dict[str, float]:
         return self._add({name: fn(*args, **row) for name, (_, fn) in self.parts.items()})

@@ -19,6 +19,8 @@ class ServedRewardModel:
     Limits are those of `Endpoint`.
     """
 
+    is_score = True
+
     def __init__(
         self,
         url: str,
@@ -60,6 +62,8 @@ class LocalRewardModel:
     tokenizer of the reward model. Otherwise the text, with the special tokens that the prompt has, is encoded anew and
     ended as in training. Only the last `max_tokens` are read.
     """
+
+    is_score = True
 
     def __init__(self, path: str, device: str = "auto", uses_ids: bool = False, max_tokens: int = 4096):
         self.uses_ids, self.spec = uses_ids, ModelSpec(_check_folder(path), device, max_tokens)

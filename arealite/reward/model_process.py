@@ -148,7 +148,21 @@ def load_model(path: str, device: str) -> tuple[Any, Any]:
         raise ConfigError(f"cannot load a reward model from {path}: {str(error).strip().splitlines()[0]}") from error
     if model.config.num_labels != 1:
         raise ConfigError(f"{path} has {model.config.num_labels} labels; a reward model has one")
+    _compute_scores_in_float32(model)
     return tokenizer, model.eval().to(device)
+
+
+def _compute_scores_in_float32(model: Any) -> None:
+    """Let the layer that makes the score compute in float32.
+
+    In bfloat16 scores above 1 are multiples of 1/128. Answers to one prompt often differ by less, and GRPO divides by
+    their standard deviation.
+    """
+    backbone = set(model.base_model.modules())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.out_features == 1 and module not in backbone:
+            module.float()
+            module.register_forward_pre_hook(lambda _, inputs: tuple(value.float() for value in inputs))
 
 
 def score_answers(tokenizer: Any, model: Any, answers: Sequence[Answer], max_tokens: int) -> list[float]:

@@ -173,7 +173,7 @@ class Alarms:
     def check_validation(self, stats: StepStats) -> list[Alarm]:
         """Return an alarm for each validation set that has lost half of its gain, by more than noise."""
         raised = []
-        for key in [key for key in stats if key.startswith("eval/") and key.endswith("/pass@1")]:
+        for key in [key for key in stats if key.startswith("eval/") and key.endswith(("/pass@1", "/reward"))]:
             now, low, high = (stats.get(f"{key}{end}") for end in ("", "/low", "/high"))
             if not (_is_finite(now) and _is_finite(low) and _is_finite(high)):
                 continue
@@ -271,10 +271,11 @@ def _has_vanished(history: History) -> bool:
 
 
 def _validation_alarm(key: str, best: float, now: float) -> Alarm:
-    name = key.removesuffix("/pass@1")
+    name, _, metric = key.rpartition("/")
+    what, form = ("reward", ".3g") if metric == "reward" else ("accuracy", ".1%")
     happened = (
-        f"the accuracy of validation set {name.removeprefix('eval/')} fell from {best:.1%} to {now:.1%}, beyond the "
-        "95% intervals of both"
+        f"the {what} of validation set {name.removeprefix('eval/')} fell from {best:{form}} to {now:{form}}, beyond "
+        "the 95% intervals of both"
     )
     cause = "the policy has specialised on the training data and loses what this set measures"
     advice = f"stop earlier (saver.best_metric={key} keeps the best model), lower the rate, or train on such rows too"

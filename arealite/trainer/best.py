@@ -26,16 +26,22 @@ _ENDINGS = ("/pass@1", "/reward", "/loss")
 
 @dataclass(frozen=True)
 class Best:
-    """The best result so far. `is_extra`: its folder was written for being the best only."""
+    """The best result so far. `is_extra`: its folder was written for being the best only.
+
+    `reward`: the mean reward of the same validation set, which decides between equal results.
+    """
 
     metric: str
     value: float
     num_steps: int
     folder: str
     is_extra: bool
+    reward: float | None = None
 
-    def is_beaten_by(self, metric: str, value: float) -> bool:
+    def is_beaten_by(self, metric: str, value: float, reward: float | None = None) -> bool:
         """Whether a result is better; one of another statistic, after a change of `best_metric`, always is."""
+        if metric == self.metric and value == self.value:
+            return reward is not None and self.reward is not None and reward > self.reward
         is_lower_better = metric.endswith(("loss", "/nll"))
         return metric != self.metric or (value < self.value if is_lower_better else value > self.value)
 
@@ -66,11 +72,11 @@ class BestModel:
         metric = find_metric(stats, self.config.best_metric, last) if self.config.keep_best else None
         if metric is None:
             return False
-        value = stats[metric]
-        if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(metric, value))):
+        value, reward = stats[metric], stats.get(f"{metric.rpartition('/')[0]}/reward")
+        if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(metric, value, reward))):
             return False
         path = self.saver.path(info) if is_saved else self.saver.save(info)
-        best = Best(metric, value, info.global_step + 1, path.name, not is_saved)
+        best = Best(metric, value, info.global_step + 1, path.name, not is_saved, reward)
         with on_all_ranks(f"{self._link}"):
             if rank() == 0:
                 self._point_to(best)

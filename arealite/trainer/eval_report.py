@@ -60,7 +60,8 @@ def _cells(name: str, stats: Mapping[str, float | None]) -> dict[str, str]:
         cells[metric] = "–" if value is None else form.format(value)
         low, high = own.get(f"{metric}/low"), own.get(f"{metric}/high")
         if low is not None and high is not None:
-            cells[metric] += f" ({100 * low:.1f}–{100 * high:.1f})"
+            is_share = metric.startswith(_SHARES)
+            cells[metric] += f" ({100 * low:.1f}–{100 * high:.1f})" if is_share else f" ({low:.4g}–{high:.4g})"
     oldest, newest = own.get("version/min"), own.get("version/max")
     if oldest is not None and newest is not None:
         cells["version"] = f"{oldest:.0f}" if oldest == newest else f"{oldest:.0f}–{newest:.0f}"

@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import fmean
 from typing import Any
 
-from arealite.algo.eval_metrics import interval, majority_at_k, pass_at_k, reported_counts
+from arealite.algo.eval_metrics import score_statistics, solved_statistics
 from arealite.api.cli_args import GRPOConfig
-from arealite.api.errors import NoResultError
+from arealite.api.errors import ConfigError, NoResultError
 from arealite.api.io_struct import Stats
+from arealite.api.reward_api import is_score
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.samples import Sample
 from arealite.engine.remote.collecting import CollectingEngine
@@ -79,6 +80,13 @@ class Evaluator:
         if not isinstance(workflows, Mapping):
             workflows = dict.fromkeys(self.sets, workflows)
         self.workflow = EvaluationWorkflow(workflows)
+        self._with_score = [name for name, own in workflows.items() if is_score(getattr(own, "reward_fn", None))]
+        metric = config.saver.best_metric or ""
+        if metric.split("/")[1:2] in [[name] for name in self._with_score] and "@" in metric:
+            raise ConfigError(
+                f"saver.best_metric={metric} is not measured: no score of a reward model means that an answer is "
+                f"solved. Use {metric.rpartition('/')[0]}/reward"
+            )
         # After how many steps, less one, the running evaluation has begun; None if none runs.
         self.step: int | None = None
         self._is_beside_training = True
@@ -157,7 +165,8 @@ class Evaluator:
                 write_answers(path, (answer for answers in questions for answer in answers))
             except OSError as error:
                 logger.error("the answers of an evaluation are not kept: cannot write %s: %s", path, error.strerror)
-            stats |= {f"eval/{name}/{key}": value for key, value in (set_statistics(questions) | sampling).items()}
+            own = set_statistics(questions, name in self._with_score) | sampling
+            stats |= {f"eval/{name}/{key}": value for key, value in own.items()}
         return stats
 
     def _answers(self, row: Row, number: int, samples: list[Sample], set_name: str) -> list[Answer]:
@@ -188,33 +197,26 @@ def _to_text(tokenizer: Any, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def set_statistics(questions: list[list[Answer]]) -> Stats:
+def set_statistics(questions: list[list[Answer]], has_score: bool = False) -> Stats:
     """Return the statistics of one validation set, from the answers to each question.
 
-    Questions without an answer have failed; the other statistics leave them out.
+    Questions without an answer have failed; the other statistics leave them out. `has_score`: see `is_score`.
     """
     answered = [answers for answers in questions if answers]
     every = [answer for answers in answered for answer in answers]
     stats = {"num_questions": float(len(answered)), "failed": float(len(questions) - len(answered))}
     if not every:
         return stats
-    solved = [[answer.is_solved for answer in answers] for answers in answered]
-    votes = [[answer.vote for answer in answers] for answers in answered]
-    for k in reported_counts(min(map(len, answered))):
-        stats |= _with_interval(f"pass@{k}", [pass_at_k(len(own), sum(own), k) for own in solved], len(every))
-        if k > 1:
-            scores = [majority_at_k(*pair, k) for pair in zip(votes, solved, strict=True)]
-            stats |= _with_interval(f"maj@{k}", scores, len(every))
+    if has_score:
+        stats |= score_statistics([fmean(answer.reward for answer in answers) for answers in answered])
+    else:
+        solved = [[answer.is_solved for answer in answers] for answers in answered]
+        stats |= solved_statistics(solved, [[answer.vote for answer in answers] for answers in answered])
+        stats["reward"] = fmean(answer.reward for answer in every)
     versions = [version for answer in every for version in (answer.version, answer.last_version) if version >= 0]
     if versions:
         stats |= {"version/min": float(min(versions)), "version/max": float(max(versions))}
     return stats | {
-        "reward": fmean(answer.reward for answer in every),
         "answer_len": fmean(answer.length for answer in every),
         "truncated": fmean(answer.is_truncated for answer in every),
     }
-
-
-def _with_interval(name: str, scores: list[float], num_answers: int) -> Stats:
-    low, high = interval(scores, num_answers)
-    return {name: fmean(scores), f"{name}/low": low, f"{name}/high": high}

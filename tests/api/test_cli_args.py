@@ -149,7 +149,7 @@ def test_impossible_combinations_are_refused():
     [
         (cli_args.PPOActorConfig, 2e-6, 2e-5),
         (cli_args.PPOCriticConfig, 1e-5, 1e-4),
-        (cli_args.PreferenceConfig, 1e-6, 1e-5),
+        (cli_args.PreferenceConfig, 3e-6, 3e-5),
         (cli_args.TrainEngineConfig, 1e-5, 1e-4),
     ],
 )

@@ -63,6 +63,19 @@ def test_answers_are_scored_together_as_alone(classifier, tokenizer, monkeypatch
     assert model_process.score_answers(own, model, [all_tokens, [1]], 10**6) == pytest.approx(expected, abs=1e-5)
 
 
+def test_scores_of_a_model_in_bfloat16_are_finer_than_its_numbers(model_path, tokenizer, tmp_path):
+    """Answers that differ little would otherwise have equal scores, or scores that differ by rounding only."""
+    folder = save_classifier(tmp_path, model_path, tokenizer)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16)
+    model_process._compute_scores_in_float32(model)
+    rows = [[1, 5, i] for i in range(10, 20)]
+    exact = [score_alone(folder, row) for row in rows]
+    scores = model_process.score_answers(tokenizer, model, rows, 10)
+    assert scores == pytest.approx(exact, abs=0.05)
+    assert all(float(torch.tensor(score, dtype=torch.bfloat16)) != score for score in scores)
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
 @pytest.mark.slow
 def test_one_process_scores_for_a_whole_run(classifier, tokenizer):
     ids = [*tokenizer.encode("2+2?4", add_special_tokens=False), tokenizer.eos_token_id]

@@ -245,6 +245,17 @@ def test_a_validation_set_that_falls_is_reported_once_and_others_are_not():
     assert len(alarms.check_validation(evaluation(addsub=0.3))) == 1
 
 
+def test_a_mean_score_that_falls_is_reported():
+    alarms = Alarms()
+    results = [
+        {"eval/valid/reward": x, "eval/valid/reward/low": x - 0.2, "eval/valid/reward/high": x + 0.2}
+        for x in (-2, 1.5, -1)
+    ]
+    *first, [alarm] = [alarms.check_validation(stats) for stats in results]
+    assert first == [[], []] and alarm.name == "eval/valid"
+    assert "the reward of validation set valid fell from 1.5 to -1, beyond" in alarm.text
+
+
 def test_an_evaluation_without_intervals_or_answers_raises_nothing():
     alarms = Alarms()
     alarms.check_validation(evaluation(gsm8k=0.5))

@@ -56,6 +56,17 @@ def test_a_loss_is_best_when_lowest_and_what_is_not_a_number_is_never_best(tmp_p
     assert results == [False, True, True, False] and folders(best) == ["step000003"]
 
 
+def test_the_reward_decides_between_equal_results(tmp_path):
+    best = make(tmp_path)
+    rewards = [0.1, 0.3, 0.2, None, 0.3, 0.4]
+    results = [{METRIC: 0.0, **({} if r is None else {"eval/valid/reward": r})} for r in rewards]
+    assert [best.offer(info(step), stats, False) for step, stats in enumerate(results)] == [1, 1, 0, 0, 0, 1]
+    again = make(tmp_path)
+    again.resume(is_new_run=False)
+    assert not again.offer(info(6), {METRIC: 0.0, "eval/valid/reward": 0.4}, False)
+    assert again.offer(info(7), {METRIC: 0.1, "eval/valid/reward": 0.1}, False)
+
+
 def test_a_run_that_resumes_goes_on_comparing_and_a_new_one_does_not(tmp_path):
     offer(make(tmp_path), 3, 0.5)
     again = make(tmp_path)

@@ -1,16 +1,20 @@
 """Evaluations beside training: statistics, schedule, kept answers and their comparison."""
 
 import json
+import math
 from datetime import date
 
 import pytest
 
 from arealite.api.cli_args import EvalGenerationConfig, EvaluatorConfig, GRPOConfig, InferenceEngineConfig
-from arealite.api.errors import DatasetError, TrainingError
+from arealite.api.errors import ConfigError, DatasetError, TrainingError
 from arealite.api.io_struct import ModelResponse, StepInfo
 from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.remote.collecting import CollectingEngine
+from arealite.reward.combined import AsyncCombinedReward, CombinedReward
+from arealite.reward.gsm8k import gsm8k_reward
+from arealite.reward.model import ServedRewardModel
 from arealite.trainer.answers import Answer, compare_answers, read_answers, write_answers
 from arealite.trainer.eval_report import evaluation_lines, evaluation_table
 from arealite.trainer.evaluations import Evaluations
@@ -45,6 +49,19 @@ def test_the_statistics_of_a_set_by_hand():
     empty = answer(0, 0.0, length=0, version=-1, last_version=-1)
     assert set_statistics([[empty], [answer(1, 1.0)]])["version/min"] == 3
     assert "version/min" not in set_statistics([[empty]])
+
+
+def test_scores_have_a_mean_with_an_interval_and_no_passes():
+    """No score of a reward model means that an answer is solved."""
+    stats = set_statistics([[answer(i, reward)] for i, reward in enumerate([-3.0, 1.5, 4.5])], has_score=True)
+    assert not [key for key in stats if "@" in key]
+    # Student's quantile for two degrees of freedom times the standard error.
+    half = 4.3027 * math.sqrt(14.25 / 3)
+    shown = [stats[f"reward{end}"] for end in ("", "/low", "/high")]
+    assert shown == pytest.approx([1.0, 1 - half, 1 + half])
+    [line] = evaluation_lines(4, {f"eval/valid/{key}": value for key, value in stats.items()})
+    assert "reward 1 (-8.378–10.38)" in line
+    assert "reward/low" not in set_statistics([[answer(0, -3.0)]], has_score=True)
 
 
 def test_answers_are_kept_and_compared(tmp_path):
@@ -139,6 +156,23 @@ def test_an_evaluation_names_its_sets_versions_and_questions(make, engine, token
     evaluator.start(9)
     assert evaluator.take(wait=True)["eval/all/version/max"] == 10
     assert sorted(workflow.seeds[5:]) == sorted(first) and len(set(first)) == 3
+    evaluator.close()
+
+
+def test_a_set_that_a_reward_model_scores_has_no_passes(make, tokenizer):
+    workflow = Speak(tokenizer)
+    assert not CombinedReward({"right": (1.0, gsm8k_reward)}).is_score
+    model = ServedRewardModel("http://127.0.0.1:1", "m", end_token="")
+    workflow.reward_fn = AsyncCombinedReward({"right": (1.0, gsm8k_reward), "liked": (0.5, model)})
+    evaluator = make({"scored": numbers(1, 2), "solved": numbers(1)}, {"scored": workflow, "solved": Speak(tokenizer)})
+    evaluator.start(-1)
+    stats = evaluator.take(wait=True)
+    assert "eval/scored/pass@1" not in stats and stats["eval/scored/reward/low"] < 0.5 and stats["eval/solved/pass@1"]
+    evaluator.config.saver.best_metric = "eval/solved/pass@1"
+    make(evaluator.sets, evaluator.workflow.workflows).close()
+    evaluator.config.saver.best_metric = "eval/scored/pass@1"
+    with pytest.raises(ConfigError, match=r"scored/pass@1 is not measured: .* Use eval/scored/reward"):
+        make(evaluator.sets, evaluator.workflow.workflows)
     evaluator.close()
 
 
