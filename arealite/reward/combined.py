@@ -25,6 +25,10 @@ class CombinedReward:
         if slow and not is_async(self):
             raise ConfigError(f"{', '.join(slow)} must be awaited: use AsyncCombinedReward")
         self.is_score = any(is_score(fn) for _, fn in self.parts.values())
+        # Of the first part that has one: a process forks its workers from one server.
+        self.worker_module = next(
+            filter(None, (getattr(fn, "worker_module", None) for _, fn in self.parts.values())), None
+        )
 
     def __call__(self, *args: Any, **row: Any) -> dict[str, float]:
         return self._add({name: fn(*args, **row) for name, (_, fn) in self.parts.items()})

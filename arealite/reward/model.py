@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arealite.api.errors import ConfigError, RewardError
+from arealite.reward import model_process
 from arealite.reward.endpoint import Endpoint
 from arealite.reward.model_process import ADAPTER, ModelSpec, shared_process
 from arealite.utils.text import clean
@@ -64,6 +65,7 @@ class LocalRewardModel:
     """
 
     is_score = True
+    worker_module = model_process.__name__
 
     def __init__(self, path: str, device: str = "auto", uses_ids: bool = False, max_tokens: int = 4096):
         self.uses_ids, self.spec = uses_ids, ModelSpec(_check_folder(path), device, max_tokens)

@@ -72,9 +72,13 @@ class RewardPool(JobPool):
         return (RewardPool, (self.num_workers, self._given_timeout_s, self.max_workers))
 
     def warm_up(self, fn: Callable[..., Any]) -> None:
-        """Start what forks workers, without waiting for it: it imports the script, which takes seconds."""
-        if not is_async(fn):
-            start_fork_server(fn.__module__)
+        """Start what forks workers, without waiting for it: it imports the script, which takes seconds.
+
+        The attribute `worker_module` of a coroutine function names a module of which it needs a worker process.
+        """
+        module = getattr(fn, "worker_module", None) if is_async(fn) else fn.__module__
+        if module:
+            start_fork_server(module)
 
     async def run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[float]:
         """Return `[fn(**row) for row in rows]`; raises `RewardError` with the reason if that fails.

@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from arealite.api.errors import ConfigError, RewardError
 from arealite.dataset.sft import tokenize_sft
-from arealite.reward import model_process
+from arealite.reward import model_process, pool
+from arealite.reward.combined import AsyncCombinedReward
+from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.model import LocalRewardModel
 from arealite.reward.names import named_reward
 from arealite.reward.pool import RewardPool
@@ -74,6 +76,16 @@ def test_scores_of_a_model_in_bfloat16_are_finer_than_its_numbers(model_path, to
     assert scores == pytest.approx(exact, abs=0.05)
     assert all(float(torch.tensor(score, dtype=torch.bfloat16)) != score for score in scores)
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_its_libraries_are_imported_while_the_run_starts(classifier, monkeypatch):
+    """Their import takes seconds, which would be part of the first step."""
+    modules = []
+    monkeypatch.setattr(pool, "start_fork_server", modules.append)
+    model = LocalRewardModel(classifier)
+    for reward in (model, AsyncCombinedReward({"liked": (1.0, model), "right": (1.0, gsm8k_reward)}), gsm8k_reward):
+        RewardPool().warm_up(reward)
+    assert modules == [model_process.__name__, model_process.__name__, gsm8k_reward.__module__]
 
 
 @pytest.mark.slow
