@@ -1,5 +1,6 @@
 """`JudgeReward`: a model behind any OpenAI-compatible endpoint scores answers."""
 
+import asyncio
 import hashlib
 import math
 import re
@@ -7,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -77,8 +79,10 @@ class JudgeReward:
             raise RewardError(f"the template of the judge needs {error}; the row has {sorted(texts)}") from error
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **self.sampling}
         key = hashlib.sha256(orjson.dumps([self.endpoint.url, self.scale, body])).hexdigest()
-        score = self.cache.get(key)
-        return await self._ask(body, key) if score is None else score
+        # Answers of a group may be equal: one of them asks, and the others find its score.
+        async with self.cache.turn(key):
+            score = self.cache.get(key)
+            return await self._ask(body, key) if score is None else score
 
     async def _ask(self, body: dict[str, Any], key: str) -> float:
         """Ask for a score, a second time if the reply has none, and keep it."""
@@ -121,9 +125,15 @@ class ScoreCache:
         self.path = path
         self._scores: dict[str, float] = {}
         self._connection: sqlite3.Connection | None = None
+        # A lock belongs to an event loop, and lasts as long as anybody has it or waits for it.
+        self._turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Lock] = WeakValueDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ScoreCache, (self.path,))
+
+    def turn(self, key: str) -> asyncio.Lock:
+        """Return the lock of a key, for those who would ask for its score."""
+        return self._turns.setdefault((asyncio.get_running_loop(), key), asyncio.Lock())
 
     def get(self, key: str) -> float | None:
         if key not in self._scores and self.path:

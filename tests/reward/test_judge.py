@@ -213,6 +213,23 @@ def test_equal_questions_are_asked_once(tmp_path):
         ask("Score: 1", cache_path=str(tmp_path / "damaged"))
 
 
+def test_equal_questions_at_the_same_time_are_asked_once():
+    async def main():
+        async with serving("no score", "slow") as (url, requests):
+            judge = JudgeReward(url, "judge")
+            assert await asyncio.gather(*(judge(completion=text) for text in ("a", "b", "a", "a"))) == [0.5] * 4
+            # Two for the question whose first reply had no score.
+            assert len(requests) == 3
+            # One that is cancelled does not cost the others their score.
+            first, second = (asyncio.create_task(judge(completion="c")) for _ in range(2))
+            while len(requests) < 4:
+                await asyncio.sleep(0)
+            first.cancel()
+            assert await second == 0.5 and len(judge.cache._turns) == 0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_connections_end_with_the_event_loop():
     judges = []
 
