@@ -6,20 +6,25 @@ Follows `checkpoints/` of the run directory. Each new checkpoint is evaluated on
 and end after it (`allocation_mode=embedded.d1+eval`, on the devices that CUDA_VISIBLE_DEVICES names). Validation sets
 and sampling are those of the run's configuration; `key=value` changes them. Results go to the run's stats.jsonl and
 TensorBoard files under the checkpoint's step, answers to `evaluations/`. A checkpoint that has its results is not
-evaluated again. The command ends when the run has ended, or with --once after the checkpoints that there are.
+evaluated again, unless data, reward or sampling have changed. The command ends when the run has ended, or with --once
+after the checkpoints that there are.
 """
 
+import hashlib
 import importlib
+import json
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from arealite.api.cli_args import EvalConfig
+from arealite.api.dataset_args import DATA_FILES, ValidationDatasetConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.arguments import ArgumentParser
 from arealite.cli.main import loop_file
@@ -28,12 +33,16 @@ from arealite.launcher.local import launch
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config, load_plain, run_main, to_yaml
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, write_file
 
 _POLL_INTERVAL_S = 5.0
 _ADAPTER = "adapter_config.json"
 # Sections of a run that its evaluation does not have.
 _DROPPED = ("critic", "ref", "teacher", "recover", "controller", "saver", "evaluator")
+# Keys of a validation set that do not change what is asked and how it is scored.
+_IRRELEVANT = ("path", "streaming", "batch_size", "shuffle", "curriculum")
+# Beside the answers: the data of which they are. Results without this file are of the data that the run names.
+_DATA_FILE = "data.json"
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def explain_nothing(run_dir: RunDir) -> bool:
     """Say why nothing was evaluated; return whether there are checkpoints (all have results)."""
     count = sum(is_complete(path) for path in run_dir.checkpoints.glob("step*"))
     if count:
-        print(f"nothing to do: all {count} checkpoints in {run_dir.checkpoints} have results with this sampling")
+        print(f"nothing to do: all {count} checkpoints in {run_dir.checkpoints} have results of this data and sampling")
     else:
         print(f"error: no checkpoint in {run_dir.checkpoints}: runs save their last model, more with saver.freq_steps")
     return count > 0
@@ -101,7 +110,7 @@ def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
     run_dir.check()
     if not run_dir.config_path.is_file():
         raise ConfigError(f"{run_dir.path} is not a run directory: it has no {run_dir.config_path.name}")
-    run: Any = OmegaConf.to_container(load_plain(["--config", str(run_dir.config_path)], EvalConfig))
+    run = _plain_config(run_dir)
     known = {field.name for field in fields(EvalConfig)} - set(_DROPPED)
     values = {key: value for key, value in run.items() if key in known}
     actor = values.get("actor") or {"path": (run.get("model") or {}).get("path", "")}
@@ -135,10 +144,66 @@ def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
 def find_new(run_dir: RunDir, settings: EvalConfig) -> list[Checkpoint]:
     """Return the checkpoints without results, the oldest first."""
     results = {step["step"]: step for step in read_stats(run_dir)}
+    run = _plain_config(run_dir)
+    sets = {"valid": run.get("valid_dataset"), **(run.get("valid_datasets") or {})}
+    of_run = {name: _describe(data, run) for name, data in sets.items() if data}
     paths = [path for path in run_dir.checkpoints.glob("step*") if is_complete(path)]
     found = [Checkpoint(path, int(path.name[4:]), _saved_at_ns(path)) for path in paths]
-    found = [each for each in found if not _has_results(results.get(each.version - 1, {}), each.version, settings)]
+    found = [
+        each
+        for each in found
+        if not _has_results(results.get(each.version - 1, {}), each.version, settings)
+        or not _is_same_data(_read_data(run_dir, each.version) or of_run, settings)
+    ]
     return sorted(found, key=lambda each: each.version)
+
+
+def _plain_config(run_dir: RunDir) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(load_plain(["--config", str(run_dir.config_path)], EvalConfig))
+    return values
+
+
+def _describe(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the path of a validation set, and a digest of what else its results depend on.
+
+    A digest, because `options` and `workflow_args` may hold keys of services.
+    """
+    known = {**asdict(ValidationDatasetConfig()), **data}
+    parts = {key: value for key, value in known.items() if key not in _IRRELEVANT}
+    parts["reward"] = known["reward"] or run.get("reward")
+    parts |= {"workflow": run.get("workflow"), "workflow_args": run.get("workflow_args") or {}}
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return {"path": known["path"], "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
+
+def _describe_all(settings: EvalConfig) -> dict[str, dict[str, str]]:
+    return {name: _describe(asdict(data), asdict(settings)) for name, data in settings.validation_sets.items()}
+
+
+def _read_data(run_dir: RunDir, version: int) -> dict[str, dict[str, str]] | None:
+    """Return the data of which an earlier `arealite evaluate` has results; None if there was none."""
+    path = run_dir.answers_path(version, "").with_name(_DATA_FILE)
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _is_same_data(before: Mapping[str, Mapping[str, str]], settings: EvalConfig) -> bool:
+    """Whether results are of the configured rows and rewards, which have the same names if they differ."""
+    for name, now in _describe_all(settings).items():
+        old = before.get(name)
+        if old is None or old["digest"] != now["digest"]:
+            return False
+        if old["path"] != now["path"] and not _is_gone(old["path"]):
+            return False
+    return True
+
+
+def _is_gone(path: str) -> bool:
+    """Whether a local file does not exist (any more): it may have another path on this machine."""
+    is_local = path.startswith(("/", ".", "~")) or path.endswith(DATA_FILES)
+    return is_local and not Path(path).expanduser().exists()
 
 
 def _saved_at_ns(path: Path) -> int:
@@ -193,6 +258,9 @@ def evaluate_checkpoint(settings: EvalConfig, checkpoint: Checkpoint) -> int:
                 raise
             return 0
     if code == 0:
+        data_path = RunDir(config.results_dir).answers_path(checkpoint.version, "").with_name(_DATA_FILE)
+        data_path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(data_path, json.dumps(_describe_all(settings)), private=False)
         shutil.rmtree(job.path, ignore_errors=True)
     elif code not in INTERRUPTED:
         print(f"warning: {name} was not evaluated: see {job.logs}", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError
-from arealite.cli.evaluate import find_new, main, read_settings
+from arealite.cli.evaluate import evaluate_checkpoint, find_new, main, read_settings
 from arealite.trainer.answers import compare_answers, read_answers
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config, to_yaml
@@ -119,6 +119,43 @@ def test_results_of_another_sampling_do_not_count(run_dir):
     assert find_new(run_dir, settings) == []
     for others in ([], [*sampled, "eval_gconfig.temperature=1"], [*sampled, "eval_gconfig.max_new_tokens=7"]):
         assert [each.version for each in find_new(run_dir, read_settings(run_dir, others))] == [3]
+
+
+def test_results_of_other_data_or_of_another_reward_do_not_count(tmp_path):
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.touch()
+    keys = [*COMMON, "actor.path=/base", "gconfig.n_samples=4", f"valid_dataset.path={old}", "reward=math"]
+    run_dir = make_run(tmp_path / "run", load_config(keys, GRPOConfig))
+    (run_dir.checkpoints / "step000003").mkdir(parents=True)
+    (run_dir.checkpoints / "step000003" / "config.json").touch()
+    stats = {"pass@1": 0.5, "version/min": 3, "version/max": 3}
+    run_dir.stats_path.write_text(json.dumps({"step": 2} | {f"eval/valid/{k}": v for k, v in stats.items()}) + "\n")
+
+    def new_versions(*overrides):
+        return [each.version for each in find_new(run_dir, read_settings(run_dir, list(overrides)))]
+
+    assert new_versions() == new_versions("valid_dataset.reward=math", "valid_dataset.streaming=true") == []
+    changes = [f"valid_dataset.path={new}", "reward=qa", "valid_dataset.max_length=9", "valid_dataset.task=math"]
+    assert [new_versions(change) for change in changes] == [[3]] * 4
+    # The file has another path on this machine.
+    old.unlink()
+    assert new_versions(changes[0]) == []
+
+
+def test_an_evaluation_keeps_of_which_data_its_results_are(run_dir, monkeypatch):
+    path = run_dir.checkpoints / "step000003"
+    path.mkdir(parents=True)
+    (path / "config.json").touch()
+    stats = {"pass@1": 0.5, "version/min": 3, "version/max": 3}
+    run_dir.stats_path.write_text(json.dumps({"step": 2} | {f"eval/valid/{k}": v for k, v in stats.items()}) + "\n")
+    codes = iter((1, 0))
+    monkeypatch.setattr("arealite.cli.evaluate.launch", lambda *args: next(codes))
+    changed = read_settings(run_dir, ["reward=qa"])
+    for expected in (1, 0):
+        (checkpoint,) = find_new(run_dir, changed)
+        assert evaluate_checkpoint(changed, checkpoint) == expected
+    assert find_new(run_dir, changed) == []
+    assert find_new(run_dir, read_settings(run_dir, [])) == [checkpoint]
 
 
 def test_a_run_is_in_use_while_its_lock_is_held(tmp_path):
