@@ -154,14 +154,24 @@ class MainConfig(BaseExperimentConfig):
         if not metric.startswith(tuple(known)):
             expected = f"its name begins with {' or '.join(known)}" if known else "set valid_dataset.path too"
             raise ConfigError(f"saver.best_metric={metric} is no statistic of a validation set: {expected}")
+        name, is_answer_share = metric.split("/")[2], metric.split("/")[2].startswith(("pass@", "maj@"))
+        if self.trainer.type in ("sft", "rw", "dpo"):
+            if is_answer_share:
+                raise ConfigError(
+                    f"saver.best_metric={metric} is not measured: trainer.type={self.trainer.type} generates no "
+                    f"answers and measures its loss, as {metric.rpartition('/')[0]}/loss"
+                )
+            return
         count = self.trainer.grpo.eval_gconfig.n_samples
-        powers = [1 << i for i in range(count.bit_length())]
-        measured = [f"pass@{k}" for k in powers] + [f"maj@{k}" for k in powers[1:]]
-        name = metric.split("/")[2]
-        if name.startswith(("pass@", "maj@")) and name not in measured:
+        # It imports numpy.
+        counts: list[int] = importlib.import_module("arealite.algo.eval_metrics").reported_counts(count)
+        measured = [f"pass@{k}" for k in counts] + [f"maj@{k}" for k in counts if k > 1]
+        is_known = name in (*measured, "reward", "answer_len", "truncated")
+        # A trainer of the user's own may measure more.
+        if not is_known and (is_answer_share or self.trainer.type == "grpo"):
             raise ConfigError(
                 f"saver.best_metric={metric} is not measured: trainer.grpo.eval_gconfig.n_samples={count} gives "
-                f"{', '.join(measured)}"
+                f"{', '.join(measured)}, and there is reward"
             )
 
 

@@ -136,6 +136,8 @@ def test_mistakes_are_errors_before_anything_starts(argument, message):
         ("reward", "its name begins with eval/valid/"),
         ("eval/mawps/pass@8", r"eval_gconfig\.n_samples=4 gives pass@1, pass@2, pass@4, maj@2, maj@4"),
         ("eval/valid/maj@1", "is not measured"),
+        ("eval/valid/pass@1x", "is not measured"),
+        ("eval/valid/acuracy", "is not measured.*and there is reward"),
     ],
 )
 def test_a_best_metric_that_no_evaluation_has_is_refused(metric, message):
@@ -147,3 +149,15 @@ def test_a_best_metric_that_no_evaluation_has_is_refused(metric, message):
         load_config([*sets, *sampling, f"saver.best_metric={metric}"], MainConfig)
     with pytest.raises(ConfigError, match=r"set valid_dataset\.path too"):
         load_config([f"saver.best_metric={metric}"], MainConfig)
+
+
+def test_a_best_metric_of_all_answers_is_known_if_their_number_is_no_power_of_two():
+    sampling = ["trainer.grpo.eval_gconfig.n_samples=5", "trainer.grpo.eval_gconfig.temperature=1"]
+    for name in ("pass@4", "pass@5", "maj@5"):
+        load_config(["valid_dataset.path=v", *sampling, f"saver.best_metric=eval/valid/{name}"], MainConfig)
+    with pytest.raises(ConfigError, match="gives pass@1, pass@2, pass@4, pass@5, maj@2, maj@4, maj@5"):
+        load_config(["valid_dataset.path=v", *sampling, "saver.best_metric=eval/valid/maj@3"], MainConfig)
+    supervised = ["trainer.type=sft", "valid_dataset.path=v"]
+    load_config([*supervised, "saver.best_metric=eval/valid/loss"], MainConfig)
+    with pytest.raises(ConfigError, match="sft generates no answers and measures its loss"):
+        load_config([*supervised, "saver.best_metric=eval/valid/pass@1"], MainConfig)
