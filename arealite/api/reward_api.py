@@ -12,7 +12,8 @@ with `__call__` works as a function does, if it can be pickled.
 A reward of several parts returns `{"reward": total, "part": value, …}`; the parts become statistics of the run.
 
 An answer with a reward of 1 is solved (pass@k). An object whose rewards have no such value, such as a reward model, has
-the attribute `is_score = True`; its evaluations compare the mean reward instead.
+the attribute `is_score = True`; its evaluations compare the mean reward instead. An object that passes its row on to
+other rewards has them in `reward_fns`, so that the columns of those are checked before the run.
 """
 
 import inspect
@@ -52,6 +53,8 @@ class Score(float):
 
 def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
     """Raise `DatasetError` if a reward needs what it does not get, or does not take what it gets."""
+    for inner in getattr(fn, "reward_fns", ()):
+        check_columns(inner, row)
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -24,11 +24,10 @@ class CombinedReward:
         slow = [name for name, (_, fn) in self.parts.items() if is_async(fn)]
         if slow and not is_async(self):
             raise ConfigError(f"{', '.join(slow)} must be awaited: use AsyncCombinedReward")
-        self.is_score = any(is_score(fn) for _, fn in self.parts.values())
+        self.reward_fns = [fn for _, fn in self.parts.values()]
+        self.is_score = any(map(is_score, self.reward_fns))
         # Of the first part that has one: a process forks its workers from one server.
-        self.worker_module = next(
-            filter(None, (getattr(fn, "worker_module", None) for _, fn in self.parts.values())), None
-        )
+        self.worker_module = next(filter(None, (getattr(fn, "worker_module", None) for fn in self.reward_fns)), None)
 
     def __call__(self, *args: Any, **row: Any) -> dict[str, float]:
         return self._add({name: fn(*args, **row) for name, (_, fn) in self.parts.items()})

@@ -50,6 +50,10 @@ class CosineReward:
     wrong: tuple[float, float] = (-10.0, 0.0)
     too_long: float = -10.0
 
+    @property
+    def reward_fns(self) -> tuple[RewardFn]:
+        return (self.reward_fn,)
+
     def __call__(
         self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> dict[str, float]:

@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 from arealite.api.errors import ConfigError, DatasetError, RewardError
+from arealite.api.reward_api import check_columns
 from arealite.reward.choice import choice_reward
 from arealite.reward.combined import AsyncCombinedReward, CombinedReward
 from arealite.reward.format import PatternReward, TagsReward, think_answer_reward
@@ -142,6 +143,19 @@ def test_bad_parts_of_a_sum_are_named():
         CombinedReward({"reward": (1.0, math_reward)})
     with pytest.raises(ConfigError, match="names other than `reward`"):
         CombinedReward({})
+
+
+def test_columns_that_a_part_misses_are_found_before_the_run():
+    cosine = CosineReward(math_reward, max_tokens=100)
+    for reward in (cosine, CombinedReward({"form": (0.5, TagsReward()), "right": (1.0, cosine)})):
+        check_columns(reward, {"prompt": "1+1?", "answer": "2"})
+        with pytest.raises(
+            DatasetError, match="the reward math_reward needs 'answer', and a row has the columns prompt"
+        ):
+            check_columns(reward, {"prompt": "1+1?"})
+    judged = AsyncCombinedReward({"short": (1.0, lambda completion: 1.0)})
+    with pytest.raises(DatasetError, match=r"does not take 'prompt'.*end its parameters with"):
+        check_columns(judged, {"prompt": "1+1?"})
 
 
 def test_parts_may_be_awaited():
