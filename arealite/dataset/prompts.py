@@ -94,6 +94,7 @@ class PromptMaker:
     def _map(self, raw: Row) -> Row:
         """Return a row with `messages`, `prompt` or `input_ids`, checked, and the columns of the reward."""
         row = dict(apply_columns(self.adapt(raw) if self.adapt else raw, self.columns))
+        _check_seed(row)
         if "messages" in row and "prompt" in row:
             # A task may give both.
             del row["prompt" if self.is_chat else "messages"]
@@ -171,6 +172,17 @@ class PromptMaker:
 
     def _fits(self, length: int) -> bool:
         return self.config.max_length is None or length <= self.config.max_length
+
+
+def _check_seed(row: Row) -> None:
+    """Raise `ValueError` for a `seed` that samples cannot be drawn with. A row without a value has none."""
+    if "seed" in row and row["seed"] is None:
+        del row["seed"]
+    elif "seed" in row and type(row["seed"]) is not int:
+        raise ValueError(
+            f"its column `seed` is taken as the seed with which its answers are sampled, a whole number, and is "
+            f"{type(row['seed']).__name__}: give it another name, or leave it out, with `columns`"
+        )
 
 
 def load_prompts(

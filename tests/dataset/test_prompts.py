@@ -56,6 +56,16 @@ def test_rows_with_the_expected_names_need_no_map(load):
     assert load([{"input_ids": [1, 2], "x": 1}]) == [{"input_ids": [1, 2], "x": 1}]
 
 
+def test_a_seed_is_a_whole_number_or_absent(load):
+    seeds = [row.get("seed", "none") for row in load([{"prompt": "Hi", "seed": seed} for seed in (3, None)])]
+    assert seeds == [3, "none"]
+    for seed in ("a topic", 3.0, True):
+        with pytest.raises(DatasetError, match="row 1: its column `seed` is taken as the seed with which"):
+            load([{"prompt": "Hi", "seed": seed}])
+    columns = {"prompt": "prompt", "topic": "seed"}
+    assert load([{"prompt": "Hi", "seed": "a topic"}], columns=columns)[0]["topic"] == "a topic"
+
+
 def test_worked_examples_come_from_the_first_rows_and_replace_the_instruction(load):
     how = PromptFormat(ASKED, instruction="\nThink.", plain=QUESTION)
     assert load(how=how)[0]["messages"][0]["content"] == "0+1?\nThink."
