@@ -108,7 +108,9 @@ class PromptMaker:
         elif "prompt" in row:
             if not isinstance(row["prompt"], str) or not row["prompt"].strip():
                 kind = type(row["prompt"]).__name__ if row["prompt"] != "" else "empty"
-                raise ValueError(f"`prompt` must be text, not {kind}: set columns.prompt to a column with text")
+                advice = advise_messages({self.columns.get("prompt", "prompt"): row["prompt"]})
+                advice = advice or "set columns.prompt to a column with text"
+                raise ValueError(f"`prompt` must be text, not {kind}: {advice}")
         elif "input_ids" not in row:
             advice = advise_messages(row) or (
                 "Set columns.prompt to the column of the question (and columns.answer to that of the answer), or "

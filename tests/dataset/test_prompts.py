@@ -11,6 +11,7 @@ from arealite.dataset.chat import render
 from arealite.dataset.prompts import AS_THEY_ARE, QUESTION, PromptFormat, PromptMaker, load_prompts
 
 ASKED = {"prompt": "q", "answer": "a"}
+CHAT = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
@@ -121,6 +122,8 @@ def test_the_length_limit_is_exact(load, tokenizer, chat):
         ({"messages": [{"from": "human", "value": "x"}]}, {}, "row 1: `messages` has .*: write `from` as `role`"),
         ({"q": 1}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not int: set columns.prompt"),
         ({"q": ""}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not empty"),
+        ({"prompt": CHAT}, {}, "`prompt` must be text, not list: Set columns.messages=prompt, or rename"),
+        ({"q": CHAT}, {"columns": {"prompt": "q"}}, "`prompt` must be text, not list: Set columns.messages=q"),
         ({"messages": "Hi"}, {}, "row 1: `messages` must be a list of messages, not 'Hi'"),
         ({"messages": [{"role": "user"}]}, {}, "row 1: `messages` has a message that is not"),
         ({"messages": [{"role": "user", "content": "x"}]}, {"chat": False}, "the tokenizer has no chat template"),
