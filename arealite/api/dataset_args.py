@@ -15,8 +15,9 @@ from arealite.api.config_field import help_field as _help
 DATA_FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".arrow")
 # Starts of paths whose rows are generated.
 GENERATED = ("reasoning_gym:", "generate:")
-# The column of a row that names its set, in a mixture of training sets.
-SOURCE_COLUMN = "data_source"
+# The column of a row that names its set, in a mixture of training sets. Rows that have a `data_source` of their own,
+# as those of verl, keep it for their reward, and name their set in the other one.
+SOURCE_COLUMN, MIXTURE_COLUMN = "data_source", "_training_set"
 
 
 @dataclass

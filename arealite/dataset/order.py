@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any
 
-from arealite.api.dataset_args import SOURCE_COLUMN, CurriculumConfig
+from arealite.api.dataset_args import MIXTURE_COLUMN, SOURCE_COLUMN, CurriculumConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.streamed import WINDOW, JoinedRows
 
@@ -48,7 +48,7 @@ class Mixture(JoinedRows):
 
     The share of a set is its weight, or its number of rows if there are no weights. A set with fewer rows than its
     share is repeated; of a larger one each epoch continues where the last one ended. Rows name their set in
-    `data_source`.
+    `data_source`, or in `_training_set` if they have the first column themselves.
     """
 
     def __init__(self, sets: Mapping[str, Sequence[Row]], weights: Mapping[str, float] | None = None):
@@ -64,7 +64,8 @@ class Mixture(JoinedRows):
 
     def read(self, index: int) -> Row:
         number, inside = self.locate(index)
-        return {**self.parts[number][inside], SOURCE_COLUMN: self.names[number]}
+        row = self.parts[number][inside]
+        return {**row, MIXTURE_COLUMN if SOURCE_COLUMN in row else SOURCE_COLUMN: self.names[number]}
 
     def order(self, seed: int | str, epoch: int, shuffle: bool) -> Sequence[int]:
         """Return the order of an epoch: which set comes next, and the next row of that set."""

@@ -1,14 +1,19 @@
 """Orders of rows: mixtures by weight, curricula by pass rate, windows of blocks; all resume exactly."""
 
+import asyncio
 from collections import Counter
 
 import pytest
+import torch
 
 from arealite.api.cli_args import CurriculumConfig, DatasetConfig
 from arealite.api.errors import ConfigError, DatasetError
+from arealite.api.io_struct import STATS_PREFIX
+from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.row_stream import RowStream
 from arealite.dataset import StatefulDataLoader
 from arealite.dataset.order import Mixture, epoch_order
+from arealite.workflow.by_source import BySource
 
 SETS = {"small": [{"r": f"s{i}"} for i in range(5)], "large": [{"r": f"l{i}"} for i in range(35)]}
 
@@ -32,6 +37,26 @@ def test_a_mixture_has_the_given_shares_and_visits_all_rows_alike(weights, share
     assert len(mixture) == 40 and sum(small) == 7 * 40 * share
     assert max(small) - min(small) <= 1 and max(large) - min(large) <= 1
     assert mixture[4] == {"r": "s4", "data_source": "small"} and mixture[5] == {"r": "l0", "data_source": "large"}
+
+
+def test_rows_of_a_mixture_keep_a_data_source_of_their_own():
+    class Echo(RolloutWorkflow):
+        def __init__(self, name):
+            self.name = name
+
+        def check_row(self, data):
+            assert data["name"] == self.name and "_training_set" not in data
+
+        async def arun_episode(self, engine, data):
+            self.check_row(data)
+            return {"rewards": torch.tensor([1.0 if data["data_source"] == "openai/gsm8k" else 0.0])}
+
+    sets = {"verl": [{"name": "verl", "data_source": "openai/gsm8k"}], "own": [{"name": "own"}]}
+    mixture, workflow = Mixture(sets), BySource({name: Echo(name) for name in sets})
+    for row, (name, reward) in zip(mixture, (("verl", 1.0), ("own", 0.0)), strict=True):
+        workflow.check_row(row)
+        batch = asyncio.run(workflow.arun_episode(None, row))
+        assert batch[f"{STATS_PREFIX}reward/{name}"].tolist() == [reward]
 
 
 @pytest.mark.parametrize("done", [0, 3, 10, 25])
