@@ -188,11 +188,13 @@ def test_a_question_may_have_any_id(make):
     evaluator.close()
 
 
-def test_questions_that_fail_are_counted_and_left_out(make):
+def test_questions_that_fail_are_counted_and_left_out(make, capsys):
     evaluator = make(numbers(1, "fails", 2))
     evaluator.start(0)
     stats = evaluator.take(wait=True)
     assert (stats["eval/valid/num_questions"], stats["eval/valid/failed"], stats["eval/valid/pass@1"]) == (2, 1, 0.5)
+    shown = capsys.readouterr().out
+    assert "warning: 1 of 3 questions of an evaluation failed" in shown and "this row fails" in shown
     evaluator.close()
 
 

@@ -30,6 +30,7 @@ from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.sampling import sample_servers
 from arealite.utils import distributed
 from arealite.utils.activity import activity
+from arealite.utils.console import show_message
 from arealite.utils.data import split_groups
 from arealite.utils.process import before_engine
 from arealite.utils.request_log import log_request, logging_refusal
@@ -230,6 +231,13 @@ class CollectingEngine(InferenceEngine):
         with activity.doing(lambda: f"evaluating: {num - call.remaining} of {num} episodes finished"), named:
             self.executor.wait_direct(call, "evaluation")
         call.raise_if_all_failed()
+        if call.reasons:
+            # Their number alone does not say that all of one validation set failed, or why.
+            cause = next(iter(call.reasons.values()))
+            show_message(
+                f"warning: {len(call.reasons)} of {num} questions of an evaluation failed and are left out of its "
+                f"results; first cause: {cause}"
+            )
         return samples_of(call)
 
     def pause(self) -> None:
