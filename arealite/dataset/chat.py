@@ -24,7 +24,8 @@ def tokenize_chat(
 
     `tools` are the functions that the template declares to the model.
 
-    It is one row, or one for each turn. Raises `ValueError` for messages without such a turn.
+    It is one row, or one for each turn. A turn that begins the conversation is not trained. Raises `ValueError` for
+    messages without any other turn.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -35,9 +36,12 @@ def tokenize_chat(
         raise ValueError(
             "its messages have parts that are no text: images need a script with collate_vision_sft (docs/vision.md)"
         )
-    turns = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+    # A greeting before all other messages answers no prompt: templates cannot ask for it.
+    turns = [i for i in range(max(start, 1), len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
-        raise ValueError("its messages have no turn of the assistant, so there is nothing to learn")
+        raise ValueError(
+            "its messages have no turn of the assistant behind another message, so there is nothing to learn"
+        )
     # The text before each turn, and the text up to its end.
     spans = [
         (render(messages[:i], tokenizer, True, tools), render(messages[: i + 1], tokenizer, tools=tools)) for i in turns

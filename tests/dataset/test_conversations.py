@@ -84,6 +84,17 @@ def test_the_column_of_a_conversation_is_named(tokenizer, row, advice):
         get_sft(DatasetConfig(path="x"), tokenizer, raw=[row])
 
 
+@pytest.mark.parametrize(("template", "piece"), [(None, "two\n<eos>"), (CHATML, "two<eos>"), (BARE, "two<eos>")])
+def test_a_greeting_of_the_assistant_is_context(template, piece):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    (row,) = tokenize_chat(CHAT[2:], tokenizer)
+    pieces, text = trained(row, tokenizer)
+    assert pieces == [piece] and "one" in text
+    with pytest.raises(ValueError, match="no turn of the assistant behind another message"):
+        tokenize_chat(CHAT[2:3], tokenizer)
+
+
 def test_an_empty_answer_is_an_end_token_behind_its_prompt():
     tokenizer = make_tokenizer()
     # Writes nothing behind an answer.
