@@ -159,7 +159,7 @@ class Evaluator:
         stats, sampling = {}, self.config.eval_gconfig.statistics(self.config.gconfig)
         for name, rows in self.sets.items():
             own, results = results[: len(rows)], results[len(rows) :]
-            questions = [self._answers(row, i, own[i] or [], name) for i, row in enumerate(rows)]
+            questions = [self._answers(each, own[i] or [], name) for i, each in enumerate(_question_names(rows))]
             path = self.run_dir.answers_path(begun_at, name)
             try:
                 write_answers(path, (answer for answers in questions for answer in answers))
@@ -169,11 +169,11 @@ class Evaluator:
             stats |= {f"eval/{name}/{key}": value for key, value in own.items()}
         return stats
 
-    def _answers(self, row: Row, number: int, samples: list[Sample], set_name: str) -> list[Answer]:
+    def _answers(self, question: Any, samples: list[Sample], set_name: str) -> list[Answer]:
         tokenizer = getattr(self.workflow.workflows[set_name], "tokenizer", None)
         return [
             Answer(
-                question=number if row.get("id") is None else row["id"],
+                question=question,
                 sample=i,
                 answer=_to_text(tokenizer, sample.tokens),
                 reward=sample.reward,
@@ -189,6 +189,13 @@ class Evaluator:
     def _absolute(self, version: int) -> int:
         """Return a version of the servers as one of the run; -1 (an answer without tokens) stays -1."""
         return version if version < 0 else version + self.version
+
+
+def _question_names(rows: Sequence[Row]) -> list[Any]:
+    """Return the column `id` of each row, or its number; only numbers if rows share an `id`."""
+    names = [i if row.get("id") is None else row["id"] for i, row in enumerate(rows)]
+    names = [str(name) if isinstance(name, list | dict) else name for name in names]
+    return names if len(set(map(str, names))) == len(names) else list(range(len(names)))
 
 
 def _to_text(tokenizer: Any, tokens: list[int]) -> str:

@@ -188,6 +188,19 @@ def test_a_question_may_have_any_id(make):
     evaluator.close()
 
 
+@pytest.mark.parametrize(
+    ("ids", "names"), [([[1, "a"], {"b": 2}], ["[1, 'a']", "{'b': 2}"]), ([7, 7], [0, 1]), (["1", 1], [0, 1])]
+)
+def test_every_question_has_a_name_of_its_own(make, ids, names):
+    evaluator = make([{"x": 1, "id": each} for each in ids])
+    evaluator.start(-1)
+    evaluator.take(wait=True)
+    path = evaluator.run_dir.answers_path(0, "valid")
+    assert [each.question for each in read_answers(path)] == names
+    assert compare_answers(path, path).num_questions == 2
+    evaluator.close()
+
+
 def test_questions_that_fail_are_counted_and_left_out(make, capsys):
     evaluator = make(numbers(1, "fails", 2))
     evaluator.start(0)
