@@ -360,7 +360,7 @@ class Gateway:
         found, seed = call.found, call.found.seed
         if seed is not None:
             # The engine counts the choices from the seed on.
-            seed = derive_seed(seed, found.session.counts["calls"])
+            seed = derive_seed(seed, call.prompt.number)
         images = call.prompt.images
         request = ModelRequest(
             call.prompt.ids, gconfig, seed=seed, metadata={"session": found.id}, on_tokens=on_tokens,

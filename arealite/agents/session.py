@@ -72,6 +72,8 @@ class Prompt:
     parent: Reply | None
     observed: list[int]
     turn: int
+    # Of this call in its session, from 1. Other calls may begin before it is generated.
+    number: int
     # For a chat: the digest of all messages, and that of the last one alone.
     digest: bytes = b""
     last_digest: bytes = b""
@@ -222,7 +224,8 @@ class Session:
         self.counts["observed_tokens"] += len(observed)
         known = parent.ids() if parent else []
         images = [*(parent.all_images() if parent else ()), *(image.shifted(len(known)) for image in placed)]
-        return Prompt([*known, *observed], parent, observed, 1 + self.num_turns, images=images)
+        number = self.counts["calls"]
+        return Prompt([*known, *observed], parent, observed, 1 + self.num_turns, number, images=images)
 
     def _adopt(self, prompt: Prompt) -> bool:
         """Take the longest earlier sequence that the prompt begins with as its parent, if it is longer.

@@ -112,6 +112,25 @@ def test_streams_choices_and_parallel_calls():
     run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_parallel_calls_have_seeds_of_their_own(stream):
+    async def scenario():
+        async with serving(["an answer"] * 8) as (_, engine, found):
+            body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
+
+            async def ask(http):
+                head = {"Authorization": f"Bearer {found.token}"}
+                async with http.post(found.base_url + "/chat/completions", json=body, headers=head) as answer:
+                    assert answer.status == 200 and await answer.read()
+
+            async with aiohttp.ClientSession() as http:
+                await asyncio.gather(*(ask(http) for _ in range(8)))
+            # Equal seeds would sample the same answer to the same prompt.
+            assert len({request.seed for request in engine.requests}) == 8
+
+    run(scenario())
+
+
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
     "completions": {"prompt": "hi", "logprobs": 0},
