@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!#+-*/=()<>$'\"\n\\{}ABCDEFGHIJKLMNOPQRSTUVWXYZ|_"
@@ -25,6 +25,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
+    return tokenizer
+
+
+def make_spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer that adds a space to the beginning of every text, as those of SentencePiece do."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
     return tokenizer
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from arealite.api.chat import encode_chat, encode_next
+from arealite.api.chat import encode_behind, encode_chat, encode_next
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelResponse
 from arealite.api.reward_api import MAX_REWARD
@@ -137,7 +137,7 @@ class Session:
         if self.processor is not None:
             observed, placed = self.processor.place(observed, images)
         if prefix:
-            observed += self.tokenizer.encode(prefix, add_special_tokens=False)
+            observed += encode_behind(self.tokenizer, prefix)
         prompt = self._prompt(parent, observed, placed)
         prompt.digest, prompt.last_digest = digests[-1], self._digests(messages[-1:], b"")[-1]
         unknown = [i for i in range(num_known, len(messages)) if messages[i].get("role") == "assistant"]
@@ -154,7 +154,7 @@ class Session:
             parent = self._by_text.get(known)
             rest = prompt[len(known) :]
             with _refusing_bad_text():
-                observed = self.tokenizer.encode(rest, add_special_tokens=parent is None)
+                observed = self.tokenizer.encode(rest) if parent is None else encode_behind(self.tokenizer, rest)
             made = self._prompt(parent, observed)
             made.text = prompt
             return made

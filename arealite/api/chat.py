@@ -77,7 +77,7 @@ def encode_next(
     at every position, all tokens equal those of the whole conversation.
     """
     text = _text_behind_reply(tokenizer, messages, tools, template_kwargs)
-    ids = _encode_behind(tokenizer, text)
+    ids = encode_behind(tokenizer, text)
     _, last = _end_of_turn(tokenizer, _template(tokenizer))
     # Some templates end the last turn of a conversation in another way.
     num_end = next((i for i, (a, b) in enumerate(zip(ids, last, strict=False)) if a != b), min(len(ids), len(last)))
@@ -164,20 +164,25 @@ def _end_of_turn(tokenizer: Any, template: Any) -> tuple[str, list[int]]:
     """Return what the template writes behind the last reply of a conversation: text and tokens."""
     reply = {"role": "assistant", "content": _REPLY}
     text = _behind(_render(tokenizer, [_BASE_PROMPT, reply], None, False, {}), _REPLY)
-    return text, _encode_behind(tokenizer, text)
+    return text, encode_behind(tokenizer, text)
 
 
-@functools.lru_cache(maxsize=16)
-def _reply_ids(tokenizer: Any) -> list[int]:
-    return tokenizer.encode(_REPLY, add_special_tokens=False)
+@functools.lru_cache(maxsize=32)
+def _marker_ids(tokenizer: Any, marker: str) -> list[int]:
+    return encode_text(tokenizer, marker, add_special_tokens=False)
 
 
-def _encode_behind(tokenizer: Any, text: str) -> list[int]:
-    """Encode text in the middle of a conversation: some tokenizers add a space to what they are given."""
-    before = _reply_ids(tokenizer)
-    ids = encode_text(tokenizer, _REPLY + text, add_special_tokens=False)
-    if ids[: len(before)] == before:
-        return ids[len(before) :]
+def encode_behind(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that follows other tokens.
+
+    Tokenizers of SentencePiece (Llama 2, Mistral, Phi 3) add a space to the beginning of whatever they are given.
+    """
+    # Letters may form a token with those of a reply; nothing does so with a line break in such a vocabulary.
+    for marker in (_REPLY, "\n"):
+        before = _marker_ids(tokenizer, marker)
+        ids = encode_text(tokenizer, marker + text, add_special_tokens=False)
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
     return encode_text(tokenizer, text, add_special_tokens=False)
 
 

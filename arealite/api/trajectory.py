@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arealite.api.chat import Message, encode_chat, encode_next
+from arealite.api.chat import Message, encode_behind, encode_chat, encode_next
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RequestError, RewardError
@@ -85,7 +85,8 @@ class Trajectory:
         start = len(self.ids)
         if isinstance(what, str):
             # Only a prompt begins with the tokenizer's special tokens.
-            ids = self._require_tokenizer().encode(what, add_special_tokens=not self.ids)
+            tokenizer = self._require_tokenizer()
+            ids = encode_behind(tokenizer, what) if self.ids else tokenizer.encode(what)
         elif isinstance(what, Mapping):
             ids = self._encode([what])
         elif len(what) and isinstance(what[0], Mapping):

@@ -12,6 +12,7 @@ from arealite.api.io_struct import ModelResponse
 from arealite.protocol import chat
 from arealite.protocol.tool_calls import decode_answer, parse_tool_calls, style_of
 from tests.chat_templates import end_of_turn, make_chat_tokenizer
+from tests.tiny_model import make_spaced_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
 NUMBERS = iter(range(10**9))
@@ -53,6 +54,14 @@ def random_answer(rng, name, specials):
     if name == "mistral":
         return f"[TOOL_CALLS] [{', '.join(written)}]"
     return "".join(f"<tool_call>\n{one}\n</tool_call>" for one in written)
+
+
+def test_a_completion_that_goes_on_has_the_text_of_its_client():
+    session = Session(make_spaced_tokenizer())
+    prompt = session.open_text("one")
+    reply = session.add(prompt, respond(prompt, session.tokenizer.encode("two")), "c", text=" two")
+    later = session.open_text("one two\nsees: x")
+    assert later.parent is reply and session.tokenizer.decode(later.ids) == " one two\nsees: x"
 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3", "hermes", "llama3", "mistral", "phi3"])

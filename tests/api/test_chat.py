@@ -11,10 +11,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from arealite.api.chat import decode_all, encode_chat, encode_next, encode_text
+from arealite.api.chat import decode_all, encode_behind, encode_chat, encode_next, encode_text
 from arealite.api.errors import DatasetError, RequestError
 from tests.chat_templates import TEMPLATES, end_of_turn, make_chat_tokenizer
-from tests.tiny_model import make_tokenizer
+from tests.tiny_model import make_spaced_tokenizer, make_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 # How much of a history each template can render.
@@ -194,3 +194,11 @@ def test_a_text_has_the_tokens_that_its_tokenizer_gives_it(text):
             expected = copy.deepcopy(tokenizer).encode(text, add_special_tokens=special)
             assert encode_text(tokenizer, text, add_special_tokens=special) == expected
     assert encode_text(framing, text) == [1, *encode_text(own, text)]
+
+
+@pytest.mark.parametrize("text", ["", "more", " more", "\nmore", "  more"])
+def test_a_text_that_follows_tokens_gets_no_space_of_the_tokenizer(text):
+    for tokenizer in (make_spaced_tokenizer(), make_tokenizer()):
+        assert tokenizer.decode(encode_behind(tokenizer, text)) == text
+    chat = make_chat_tokenizer("qwen25")
+    assert encode_behind(chat, text) == chat.encode(text, add_special_tokens=False)

@@ -13,6 +13,7 @@ from arealite.api.io_struct import ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.core.episode import check_trajectories
 from arealite.utils.data import concat_padded, stats_means
+from tests.tiny_model import make_spaced_tokenizer
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=4)
 
@@ -51,6 +52,14 @@ def test_text_and_messages(tokenizer):
     with pytest.raises(RequestError, match="twice without a reply"):
         row.observe({"role": "user", "content": "three?"})
     assert tokenizer.decode(row.observe("I ").ids).endswith("<assistant>I ")
+
+
+def test_text_behind_an_answer_is_appended_as_it_is():
+    spaced = make_spaced_tokenizer()
+    row = Trajectory(spaced).observe("one")
+    row.add(respond(row.request(GCONFIG), spaced.encode("two")))
+    # Only the prompt and what is encoded here as the answer begin with a space of the tokenizer.
+    assert spaced.decode(row.observe("\nsees: x").observe("y").ids) == " one two\nsees: xy"
 
 
 def test_errors_name_the_reason(tokenizer):
