@@ -169,8 +169,9 @@ async def _run_command(command: list[str], row: dict[str, Any], found: OpenSessi
         start_new_session=True,
     )
     try:
-        output = await run_beside(lambda: _last_output(process))
-        code = await run_beside(process.wait)
+        output, code = await asyncio.gather(
+            run_beside(lambda: _last_output(process)), run_beside(lambda: _await_end(process))
+        )
     finally:
         if process.poll() is None or _has_group(process.pid):
             await asyncio.shield(run_beside(lambda: end_families([process.pid], 0.0)))
@@ -183,6 +184,17 @@ async def _run_command(command: list[str], row: dict[str, Any], found: OpenSessi
         return float(last)
     except ValueError:
         return None
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the command; returns its exit code. What it has started and left behind ends with it.
+
+    Such a process holds the output open, so that its end would be awaited in vain.
+    """
+    code = process.wait()
+    if _has_group(process.pid):
+        end_families([process.pid], 0.0)
+    return code
 
 
 def _last_output(process: subprocess.Popen[bytes]) -> bytes:

@@ -216,6 +216,14 @@ def test_commands_that_fail_hang_or_write_without_end_are_contained(tmp_path):
         assert not stat.exists() or " Z " in stat.read_text()
 
 
+def test_a_process_that_a_command_leaves_behind_does_not_hold_its_attempt(tmp_path):
+    left = tmp_path / "pid"
+    batch = play(make(["bash", "-c", f"sleep 600 & echo $! > {left}; {CURL}"], n=1), question="why")
+    assert batch["rewards"].tolist() == [0.75]
+    stat = Path(f"/proc/{int(left.read_text())}/stat")
+    assert not stat.exists() or " Z " in stat.read_text()
+
+
 def test_rewards_of_calls_become_returns_of_tokens():
     async def agent(row, base_url, api_key):
         async with client(base_url, api_key) as api:
