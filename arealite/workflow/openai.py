@@ -43,6 +43,8 @@ Agent = (
     | Sequence[str]
 )
 _SHOWN_OUTPUT = 4096
+# Linux allows 32 pages for a variable, with its name and a zero byte.
+_MAX_ROW = 32 * 4096 - len("AREALITE_ROW=") - 1
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -160,6 +162,11 @@ async def _run_command(command: list[str], row: dict[str, Any], found: OpenSessi
         "ANTHROPIC_API_KEY": found.token,
         "AREALITE_ROW": json.dumps(row, default=str),
     }
+    if (size := len(own["AREALITE_ROW"])) > _MAX_ROW:
+        raise RewardError(
+            f"the row has {size} characters as JSON, and a command finds it in an environment variable, which holds at "
+            f"most {_MAX_ROW}: drop columns, give the path of a file, or write the agent as a function"
+        )
     process = subprocess.Popen(
         command,
         env={**os.environ, **own},
@@ -183,7 +190,12 @@ async def _run_command(command: list[str], row: dict[str, Any], found: OpenSessi
     try:
         return float(last)
     except ValueError:
-        return None
+        if found.session.has_reward:
+            return None
+        raise RewardError(
+            "the last line of the command's output is no number, and it posted no reward to {base_url}/rl/reward; the "
+            f"end of its output: {text[-500:]!r}"
+        ) from None
 
 
 def _await_end(process: subprocess.Popen[bytes]) -> int:

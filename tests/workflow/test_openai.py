@@ -216,6 +216,22 @@ def test_commands_that_fail_hang_or_write_without_end_are_contained(tmp_path):
         assert not stat.exists() or " Z " in stat.read_text()
 
 
+def test_a_command_without_a_number_at_the_end_is_shown_with_its_output():
+    with pytest.raises(RewardError, match=r"is no number.*the end of its output: 'reward: 1\\n'"):
+        play(make(["bash", "-c", "echo reward: 1"], n=1))
+    post = CURL.replace("chat/completions", "rl/reward").partition(" -d ")[0] + """ -d '{"reward": 0.5}')\necho done"""
+    batch = play(make(["bash", "-c", CURL + post], n=1), question="why")
+    assert batch["rewards"].tolist() == [0.5]
+
+
+def test_a_row_that_no_variable_can_hold_is_refused_with_the_reason():
+    fits = 131_058 - len('{"question": "why", "text": "", "seed": 1}')
+    row = {"question": "why", "seed": 1}
+    assert play(make(["bash", "-c", CURL], n=1), **row, text="x" * fits)["rewards"].tolist() == [0.75]
+    with pytest.raises(RewardError, match="the row has 131059 characters as JSON"):
+        play(make(["bash", "-c", CURL], n=1), **row, text="x" * (fits + 1))
+
+
 def test_a_process_that_a_command_leaves_behind_does_not_hold_its_attempt(tmp_path):
     left = tmp_path / "pid"
     batch = play(make(["bash", "-c", f"sleep 600 & echo $! > {left}; {CURL}"], n=1), question="why")
