@@ -14,7 +14,8 @@ from arealite.utils.data import sample_ids
 class Sample:
     """One generated answer.
 
-    `vote` is the same for equal answers to one question. Versions are those of its oldest and newest token, -1 without
+    That of an agent has the tokens of all its rows; vote and truncation are those of the last one. `vote` is the same
+    for equal answers to one question. Versions are those of its oldest and newest token, -1 without
     a generated token.
     """
 
@@ -48,8 +49,10 @@ def _samples(batch: Batch) -> list[Sample]:
         own = Sample(ids[i][generated].tolist(), reward, bool(truncated[i]), oldest, newest, votes[i])
         first = samples.setdefault(owners[i], own)
         if first is not own:
-            # A further row of the same sample.
+            # A further row of the same sample. The answer is that of its last one: rows of a plan, of a sub-agent or of
+            # a history that was changed later come first.
             first.tokens += own.tokens
+            first.is_truncated, first.vote = own.is_truncated, own.vote
             first.oldest_version = min(first.oldest_version, oldest)
             first.newest_version = max(first.newest_version, newest)
     return list(samples.values())

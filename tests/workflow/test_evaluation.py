@@ -10,6 +10,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.samples import _samples
 from arealite.reward.math import first_equal
 from arealite.workflow.evaluation import SET_COLUMN, EvaluationWorkflow, with_gconfig
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -68,6 +69,22 @@ def test_rows_go_to_the_workflow_of_their_set(tokenizer):
     assert "votes" not in play(workflow, {SET_COLUMN: "one", "x": 1})
     assert torch.equal(play(workflow, {SET_COLUMN: "two", "x": 2})["votes"], torch.zeros(2, dtype=torch.long))
     assert (one.seen, two.seen) == ([{"x": 1}], [{"x": 2}])
+
+
+def test_a_sample_of_several_rows_votes_for_its_last_answer(tokenizer):
+    class Planner(Say):
+        """Two attempts: a plan in a conversation of its own, which is cut off, and the answer."""
+
+        async def arun_episode(self, engine, data):
+            batch = await super().arun_episode(engine, data)
+            batch["truncated"] = torch.tensor([True, False, True, False])
+            return batch | {"sample_ids": torch.tensor([0, 0, 1, 1])}
+
+    answers = ["first add", "\\boxed{12}", "begin with 3", "it is \\boxed{12}"]
+    batch = play(EvaluationWorkflow({"a": Planner(tokenizer, answers)}), {SET_COLUMN: "a"})
+    one, two = _samples(batch)
+    assert one.vote == two.vote and not one.is_truncated and not two.is_truncated
+    assert tokenizer.decode(one.tokens) == answers[0] + answers[1]
 
 
 def test_a_workflow_is_copied_with_other_sampling(tokenizer):
