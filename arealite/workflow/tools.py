@@ -137,8 +137,11 @@ class ToolWorkflow(RLVRWorkflow):
         try:
             async with asyncio.timeout(self.tool_timeout_s) as deadline:
                 return str(await tool(**arguments))[: self.max_tool_chars + 1]
-        # A tool may raise anything, also a TimeoutError of its own.
-        except Exception as error:
+        # A tool may raise anything, also a TimeoutError of its own, or what a client in it has cancelled.
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise CallTimeout(f"{_name(tool)} did not return within {self.tool_timeout_s:g} s") from error
             raise CallError(f"{type(error).__name__}: {error}") from error

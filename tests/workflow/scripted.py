@@ -79,6 +79,13 @@ async def give_up() -> None:
     raise TimeoutError("no answer of the service")
 
 
+async def lose_connection() -> None:
+    """Wait for something that a client of its own cancels, as that of MCP does when its server ends."""
+    answer = asyncio.get_running_loop().create_future()
+    answer.cancel("connection lost")
+    await answer
+
+
 def crash() -> None:
     """End the process."""
     os._exit(7)

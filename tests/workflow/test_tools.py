@@ -115,7 +115,7 @@ def test_what_goes_wrong_is_told_to_the_model():
     tokenizer = make_chat_tokenizer("qwen25")
     tools = [
         scripted.add, scripted.crash, scripted.fail, scripted.fail_here, scripted.hang, scripted.hang_politely,
-        scripted.give_up,
+        scripted.give_up, scripted.lose_connection,
     ]  # fmt: skip
     calls = [
         call("subtract", a=1),
@@ -128,6 +128,7 @@ def test_what_goes_wrong_is_told_to_the_model():
         call("hang"),
         call("hang_politely"),
         call("give_up"),
+        call("lose_connection"),
         "<tool_call>\n{not json}\n</tool_call>",
         call("add", a=2, b=3),
     ]
@@ -138,12 +139,13 @@ def test_what_goes_wrong_is_told_to_the_model():
         "subtract", "missing a required argument: 'b'", "unexpected keyword argument 'c'",
         "a must be of type integer, got 'x'",
         "ended with exit code 7", "ValueError: because", "ValueError: here", "did not return within 6 s",
-        "did not return within 6 s", "TimeoutError: no answer of the service", "", "5",
+        "did not return within 6 s", "TimeoutError: no answer of the service", "CancelledError: connection lost",
+        "", "5",
     ]  # fmt: skip
     assert len(texts) == len(expected)
     for text, part in zip(texts, expected, strict=True):
         assert part in text and (text == "5" or text.startswith("error: ")), text
-    assert batch["stats/tool_failures"].tolist() == [9] and batch["stats/tool_timeouts"].tolist() == [2]
+    assert batch["stats/tool_failures"].tolist() == [10] and batch["stats/tool_timeouts"].tolist() == [2]
     assert batch["rewards"].tolist() == [1.0]
 
 
