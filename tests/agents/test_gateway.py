@@ -409,6 +409,18 @@ def test_rewards_for_calls_and_the_session():
     run(scenario())
 
 
+def test_every_choice_has_a_reward_of_its_own():
+    async def scenario():
+        async with serving(["one"] * 12) as (_, _, found), client(found) as api:
+            answer = await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], n=12)
+            for choice in answer.choices:
+                body = {"reward": choice.index + 1, "id": f"{answer.id}-{choice.index}"}
+                assert (await post(f"{found.base_url}/rl/reward", body, found.token))[0] == 200, body
+            assert [reply.reward for reply in found.session.replies.values()] == [*range(1, 13)]
+
+    run(scenario())
+
+
 def test_sessions_are_isolated_and_end():
     async def scenario():
         async with serving(["one"] * 4) as (gateway, engine, first):
