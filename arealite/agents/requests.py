@@ -45,7 +45,8 @@ def check_completion(request: CompletionRequest) -> str | list[int]:
     if request.echo:
         raise RequestError("echo is not supported in a session: the client has the prompt")
     prompt: Any = request.prompt
-    is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+    # Engines hold ids in 32 bits.
+    is_ids = isinstance(prompt, list) and prompt and all(type(i) is int and abs(i) < 1 << 31 for i in prompt)
     if not isinstance(prompt, str) and not is_ids:
         raise RequestError("prompt must be one text or one list of token ids")
     return prompt

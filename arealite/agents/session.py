@@ -6,6 +6,7 @@ calls saw and were answered with. The longest match keeps its tokens, and only t
 (edited, summarised, other tools) begins a new branch. `agents.export` makes training rows of the tree.
 """
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -118,6 +119,9 @@ class Session:
 
         `prefix` is text with which the answer has to begin; it belongs to the prompt.
         """
+        if template_kwargs and (reserved := template_kwargs.keys() & _reserved(self.tokenizer)):
+            names = ", ".join(sorted(reserved))
+            raise RequestError(f"chat_template_kwargs are variables of the chat template; {names} cannot be one")
         kwargs = {**self.template_kwargs, **(template_kwargs or {})}
         digests = self._digests(messages, [tools or None, kwargs])
         num_known = next((i for i in range(len(messages), 0, -1) if digests[i] in self._by_digest), 0)
@@ -271,6 +275,12 @@ def _refusing_bad_text() -> Iterator[None]:
         yield
     except (TypeError, UnicodeEncodeError) as error:
         raise RequestError(f"the text cannot be encoded, it may hold half a surrogate pair: {error}") from error
+
+
+def _reserved(tokenizer: Any) -> set[str]:
+    """Return the names with a meaning of their own in rendering and encoding."""
+    functions = (tokenizer.apply_chat_template, encode_chat, encode_next)
+    return {name for function in functions for name in inspect.signature(function).parameters}
 
 
 def _content_of(message: Message) -> list[Any]:

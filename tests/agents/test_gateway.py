@@ -480,6 +480,7 @@ BAD = [
     b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 0}',
     b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": true}}',
     b'{"messages": [{"role": "user", "content": "hi"}], "unknown": 1}',
+    b'{"prompt": [1099511627776]}', b'{"prompt": [-3000000000]}',
     b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}',
 ]  # fmt: skip
 
@@ -514,6 +515,20 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(fields, words):
             text.pop("top_logprobs", None)
             with pytest.raises(openai.BadRequestError, match=words):
                 await api.completions.create(model="m", prompt="hi", extra_body=text)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "tools", "messages", "sampled"])
+def test_arguments_of_the_renderer_are_no_variables_of_the_template(name):
+    """A prompt without the beginning of the answer was trained; `tools` was said to be a broken text."""
+
+    async def scenario():
+        async with serving([]) as (_, _, found), client(found) as api:
+            body = {"chat_template_kwargs": {name: False, "enable_thinking": False}}
+            with pytest.raises(openai.BadRequestError, match=f"variables of the chat template; {name} cannot"):
+                messages = [{"role": "user", "content": "hi"}]
+                await api.chat.completions.create(model="m", messages=messages, extra_body=body)
 
     run(scenario())
 
