@@ -35,7 +35,7 @@ from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
 from arealite.utils.names import FileNames
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, tail
-from arealite.utils.rundir import RunDir, run_path, write_file
+from arealite.utils.rundir import RunDir, list_complete, run_path, write_file
 from arealite.utils.startup import LAUNCHED_ENV, process_began
 from arealite.utils.status.writer import clear_status
 from arealite.utils.text import clean_stream, text_decoder
@@ -60,9 +60,9 @@ def resume_command() -> str:
 @lasting_output()
 def name_checkpoint(job: Job, code: int) -> None:
     """After a signal, print the newest recover checkpoint and the command that continues it."""
-    saved = sorted(job.run_dir.recover.glob("step*"))
+    saved = list_complete(job.run_dir.recover)
     if code in INTERRUPTED and saved:
-        print(f"the newest recover checkpoint is {saved[-1]}\nresume with: {job.resume}", flush=True)
+        print(f"the newest recover checkpoint is {saved[0]}\nresume with: {job.resume}", flush=True)
 
 
 def named_cause(error: str) -> int | None:
@@ -261,7 +261,7 @@ class Job:
     def _keep_earlier_run(self) -> None:
         """Move the results of an earlier run of this name aside, unless this job continues it."""
         run_dir, mode = self.run_dir, self.config.recover.mode
-        if self.attempt > 0 or mode == "resume" or (mode == "auto" and list(run_dir.recover.glob("step*"))):
+        if self.attempt > 0 or mode == "resume" or (mode == "auto" and run_dir.has_recover_checkpoint()):
             return
         moved = run_dir.earlier_results()
         for key, path in self.config.model_paths.items():

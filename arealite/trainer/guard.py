@@ -19,11 +19,11 @@ from arealite.api.errors import CheckpointError, CollapseError
 from arealite.api.io_struct import Stats, StepInfo
 from arealite.core.ledger.store import Level
 from arealite.trainer.alarms import Alarm, Alarms, StepStats
-from arealite.trainer.recover import Recover, list_complete
+from arealite.trainer.recover import Recover
 from arealite.trainer.saver import on_all_ranks
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank
-from arealite.utils.rundir import write_file
+from arealite.utils.rundir import list_complete, write_file
 
 MAX_ROLLBACKS = 3
 

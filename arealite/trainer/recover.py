@@ -29,11 +29,9 @@ from arealite.trainer.background import BackgroundWriter
 from arealite.trainer.saver import Frequency, on_all_ranks
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, is_on_any_rank, rank, world_size
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import CHECKPOINT_REPLACED, CHECKPOINT_STATE, RunDir, list_complete
 
-_STATE = "state.json"
 _SUMS = "sums-"
-_REPLACED = "replaced"
 _CHUNK_BYTES = 1 << 24
 
 
@@ -79,7 +77,7 @@ class Recover:
                     "and trial_name, or set recover.mode=auto to start a new run"
                 )
             return None
-        state = json.loads((path / _STATE).read_text())
+        state = json.loads((path / CHECKPOINT_STATE).read_text())
         self._check_contents(state, str(path))
         self._load_engines(path)
         for name, part in self.parts.items():
@@ -232,15 +230,15 @@ class Recover:
 
     def _finish(self, writing: Path, info: StepInfo, parts: dict[str, Any]) -> None:
         state = {"step": asdict(info), "engines": list(self.engines), "parts": parts}
-        with (writing / _STATE).open("w") as file:
+        with (writing / CHECKPOINT_STATE).open("w") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
-        own = json.dumps({_STATE: _checksum(writing / _STATE)})
-        (writing / f"{_SUMS}{_STATE}").write_text(own)
+        own = json.dumps({CHECKPOINT_STATE: _checksum(writing / CHECKPOINT_STATE)})
+        (writing / f"{_SUMS}{CHECKPOINT_STATE}").write_text(own)
         final = self.path(info)
         # An earlier attempt may have reached the same step, or a rollback replaces it. It may be the only good one.
-        replaced = final.with_name(final.name.replace("step", _REPLACED))
+        replaced = final.with_name(final.name.replace("step", CHECKPOINT_REPLACED))
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
@@ -257,17 +255,10 @@ class Recover:
                 )
 
 
-def list_complete(folder: Path) -> list[Path]:
-    """Return finished checkpoints, the newest first."""
-    # A copy such as `step000004.bak` is not one.
-    named = [p for p in folder.glob("step*") if p.name.removeprefix("step").isdecimal()]
-    return sorted((p for p in named if (p / _STATE).is_file()), key=_number, reverse=True)
-
-
 def _put_back_replaced(folder: Path) -> None:
     """Put back a checkpoint that a crash has left without its replacement; delete one that was replaced."""
-    for path in list(folder.glob(f"{_REPLACED}*")):
-        final = path.with_name(path.name.replace(_REPLACED, "step"))
+    for path in list(folder.glob(f"{CHECKPOINT_REPLACED}*")):
+        final = path.with_name(path.name.replace(CHECKPOINT_REPLACED, "step"))
         if final.exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -297,7 +288,7 @@ def find_damage(path: Path, share: int = 0, num_shares: int = 1, with_checksums:
         sums |= part
     for name in sorted(files - lists - set(sums)):
         return f"{name} has no checksum"
-    for name in sorted({_STATE, *sums} - files):
+    for name in sorted({CHECKPOINT_STATE, *sums} - files):
         return f"{name} is missing"
     for name in sorted(sums)[share::num_shares] if with_checksums else ():
         try:

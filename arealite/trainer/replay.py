@@ -20,9 +20,9 @@ from arealite.core.record.step_file import read_step
 from arealite.engine.replay.compare import Difference
 from arealite.engine.replay.plan import REPLAY_ENV, Mode, ReplayPlan, choose_steps, environment_of
 from arealite.launcher.local import launch
-from arealite.trainer.recover import find_damage, list_complete
+from arealite.trainer.recover import find_damage
 from arealite.utils.config import load_plain
-from arealite.utils.rundir import RunDir, make_new_folder
+from arealite.utils.rundir import RunDir, list_complete, make_new_folder
 
 _LOOP = Path(__file__).with_name("replay_loop.py")
 # Sections that a replay does not need: it saves and evaluates nothing.

@@ -32,6 +32,8 @@ logger = logging.getLogger("arealite.rundir")
 _POLL_INTERVAL_S = 0.1
 _SEGMENT = re.compile(r"arealite-[0-9a-f]{32}")
 _RUN_HINT = "give the folder of a run, {cluster.fileroot}/{experiment_name}/{trial_name}"
+# The file of a recover checkpoint that is written last, and the name of one that is being replaced.
+CHECKPOINT_STATE, CHECKPOINT_REPLACED = "state.json", "replaced"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -134,6 +136,12 @@ class RunDir:
             "cluster.fileroot to a folder you can write"
         )
 
+    def has_recover_checkpoint(self) -> bool:
+        """Whether there is a recover checkpoint from which a run can continue."""
+        # A crash may have left one that was being replaced; the next run puts it back.
+        replaced = self.recover.glob(f"{CHECKPOINT_REPLACED}*/{CHECKPOINT_STATE}")
+        return bool(list_complete(self.recover)) or any(replaced)
+
     def earlier_results(self) -> list[Path]:
         """Return what a run of this name has left here; empty if there was none."""
         files = (self.stats_path, self.db_path, self.trace_path, self.curve_path, self.config_path)
@@ -227,6 +235,14 @@ def _is_free_or_ours(path: Path) -> bool:
     except FileNotFoundError:
         return True
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def list_complete(recover: Path) -> list[Path]:
+    """Return the finished checkpoints of a folder `recover`, the newest first."""
+    # A copy such as `step000004.bak` is not one.
+    named = [path for path in recover.glob("step*") if path.name.removeprefix("step").isdecimal()]
+    finished = [path for path in named if (path / CHECKPOINT_STATE).is_file()]
+    return sorted(finished, key=lambda path: int(path.name.removeprefix("step")), reverse=True)
 
 
 def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:

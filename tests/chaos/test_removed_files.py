@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from arealite.trainer.recover import find_damage, list_complete
-from arealite.utils.rundir import RunDir
+from arealite.trainer.recover import find_damage
+from arealite.utils.rundir import RunDir, list_complete
 from tests.chaos.test_faults import job  # noqa: F401
 from tests.chaos.within import PROGRAM, why_no_disk
 

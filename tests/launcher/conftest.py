@@ -86,6 +86,7 @@ def main(argv):
         def save(number, frame):
             if rank == "0":
                 pathlib.Path("runs/e/t/recover/step000003").mkdir(parents=True)     # fails if it is there
+                pathlib.Path("runs/e/t/recover/step000003/state.json").touch()
             sys.exit(130)
         signal.signal(signal.SIGTERM if "SLURM_JOB_ID" in os.environ else signal.SIGINT, save)
         pathlib.Path(f"up{rank}").touch()

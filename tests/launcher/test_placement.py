@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import yaml
 from arealite.api.backends import BACKENDS, Spread
 from arealite.api.cli_args import ClusterConfig, RecoverConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
-from arealite.launcher.job import Job
+from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.placement import local_slots, make_placement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, prepare_server
@@ -361,9 +362,37 @@ def test_a_run_that_continues_moves_nothing(tmp_path):
     run_dir = save_job(tmp_path)
     run_dir.stats_path.write_text("steps")
     save_job(tmp_path, mode="resume")
-    (run_dir.recover / "step000003").mkdir(parents=True)
+    # The second name: a crash while a checkpoint was being replaced.
+    for name in ("step000003", "replaced000003"):
+        make_checkpoint(run_dir, name)
+        save_job(tmp_path, mode="auto")
+        assert run_dir.stats_path.exists() and not (run_dir.path / "earlier").exists()
+        shutil.rmtree(run_dir.recover)
+
+
+def make_checkpoint(run_dir, name):
+    (run_dir.recover / name).mkdir(parents=True)
+    (run_dir.recover / name / "state.json").write_text("{}")
+
+
+def test_a_run_without_a_checkpoint_to_continue_from_keeps_the_earlier_results(tmp_path):
+    run_dir = save_job(tmp_path)
+    run_dir.stats_path.write_text("steps")
+    # Renamed by hand because it is damaged, and one that was not finished.
+    make_checkpoint(run_dir, "step000003.damaged")
+    (run_dir.recover / "step000004").mkdir()
     save_job(tmp_path, mode="auto")
-    assert run_dir.stats_path.exists() and not (run_dir.path / "earlier").exists()
+    kept = run_dir.path / "earlier" / "1"
+    assert (kept / "stats.jsonl").read_text() == "steps" and (kept / "recover" / "step000003.damaged").is_dir()
+
+
+def test_only_a_finished_checkpoint_is_named_after_a_signal(tmp_path, capsys):
+    settings = config("d1", cluster=ClusterConfig(fileroot=str(tmp_path)))
+    job = Job(settings, "a.py", [], [[0]], False)
+    for name in ("step000003", "step000005.bak"):
+        make_checkpoint(job.run_dir, name)
+    name_checkpoint(job, 130)
+    assert f"the newest recover checkpoint is {job.run_dir.recover}/step000003\n" in capsys.readouterr().out
 
 
 def test_a_model_of_the_earlier_run_needs_another_name(tmp_path):

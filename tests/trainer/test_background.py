@@ -11,8 +11,8 @@ from arealite.api.io_struct import StepInfo
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer import background
 from arealite.trainer import recover as recover_module
-from arealite.trainer.recover import Recover, list_complete
-from arealite.utils.rundir import RunDir
+from arealite.trainer.recover import Recover
+from arealite.utils.rundir import RunDir, list_complete
 from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
 
 BATCH = random_batch([5, 12, 7, 9])

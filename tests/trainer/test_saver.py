@@ -6,9 +6,9 @@ import pytest
 from arealite.api.cli_args import FreqConfig, RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, StepInfo
-from arealite.trainer.recover import Recover, list_complete
+from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Frequency, Saver
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, list_complete
 
 
 def info(step: int, per_epoch: int = 4) -> StepInfo:
