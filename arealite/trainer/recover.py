@@ -84,7 +84,9 @@ class Recover:
             part.load_state_dict(state["parts"][name])
         for name in self.optional_parts.keys() & state["parts"].keys():
             self.optional_parts[name].load_state_dict(state["parts"][name])
-        self._newest = path if path.parent == self.folder else None
+        self._newest = path if path in list_complete(self.folder) else None
+        if isinstance(resume_from, str) and rank() == 0:
+            self._set_aside_later(path, state["step"]["global_step"] + 1)
         return StepInfo(**state["step"])
 
     def _check_named(self, path: Path) -> Path:
@@ -95,7 +97,14 @@ class Recover:
             raise CheckpointError(
                 f"cannot resume from {path}: {reason}. Name a folder such as RUN_DIR/recover/step000100"
             )
-        return path
+        path = path.resolve()
+        return self.folder / path.name if path.parent == self.folder.resolve() else path
+
+    def _set_aside_later(self, path: Path, number: int) -> None:
+        """Rename the checkpoints of this run that do not lead to a named one, so that no restart takes them."""
+        for other in list_complete(self.folder):
+            if path.parent != self.folder or (other != path and _number(other) >= number):
+                show_message(f"note: {other} is not continued: it is kept as {_rename(other, 'left').name}")
 
     def _find_newest_good(self) -> Path | None:
         """Return the newest checkpoint whose checksums match; each rank checks its share of the files."""
@@ -107,7 +116,7 @@ class Recover:
             damage = find_damage(path, rank(), world_size())
             if not is_on_any_rank(bool(damage)):
                 for other in paths[: paths.index(path)] if rank() == 0 else ():
-                    _rename_damaged(other)
+                    _rename(other, "damaged")
                 return path
             if damage:
                 show_message(f"warning: the recover checkpoint {path} is damaged ({damage}): trying the one before it")
@@ -304,11 +313,11 @@ def _list_files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def _rename_damaged(path: Path) -> None:
-    """Keep a damaged checkpoint under a name that is not one of a checkpoint."""
-    name = path.name.replace("step", "damaged")
+def _rename(path: Path, word: str) -> Path:
+    """Keep a checkpoint under a name that is not one of a checkpoint, such as `damaged000004`."""
+    name = path.name.replace("step", word)
     number = 1 + len(list(path.parent.glob(f"{name}*")))
-    path.rename(path.with_name(name if number == 1 else f"{name}.{number}"))
+    return path.rename(path.with_name(name if number == 1 else f"{name}.{number}"))
 
 
 def _checksum(file: Path) -> int:

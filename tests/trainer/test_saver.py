@@ -279,6 +279,44 @@ def test_a_copy_beside_the_checkpoints_is_ignored(tmp_path):
     assert last is not None and last.global_step == 2 and copy.exists()
 
 
+def _save_steps(tmp_path, numbers, value):
+    recover = make(tmp_path, value=value)
+    for number in numbers:
+        recover.save(info(number - 1))
+    return tmp_path / "recover"
+
+
+@pytest.mark.parametrize("spelling", ["recover/step000003", "link/step000003", "recover/../recover/step000003/"])
+def test_a_run_that_goes_back_leaves_the_later_checkpoints_behind(tmp_path, capsys, monkeypatch, spelling):
+    folder = _save_steps(tmp_path, [3, 4], value=1)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    assert make(tmp_path).load(spelling) == info(2)
+    assert sorted(path.name for path in folder.iterdir()) == ["left000004", "step000003"]
+    assert f"{folder}/step000004 is not continued: it is kept as left000004" in capsys.readouterr().out
+    assert make(tmp_path).load(True) == info(2)
+
+
+def test_a_run_that_continues_another_one_leaves_its_own_checkpoints_behind(tmp_path):
+    other = _save_steps(tmp_path / "other", [3, 4], value=1)
+    folder = _save_steps(tmp_path / "own", [2, 5], value=2)
+    recover = make(tmp_path / "own")
+    assert recover.load(f"{other}/step000003") == info(2)
+    assert len(list_complete(other)) == 2 and list_complete(folder) == []
+    recover.save(info(3))
+    assert [path.name for path in list_complete(folder)] == ["step000004"]
+
+
+def test_a_renamed_checkpoint_can_be_continued(tmp_path):
+    folder = _save_steps(tmp_path, [3, 4], value=1)
+    copy = (folder / "step000004").rename(folder / "step000004.bak")
+    recover = make(tmp_path)
+    assert recover.load(str(copy)) == info(3)
+    for step in (4, 5):
+        recover.save(info(step))
+    assert copy.is_dir()
+
+
 def test_a_checkpoint_that_is_missing_or_of_another_run_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"recover.mode=resume, but there is no complete checkpoint"):
         make(tmp_path, "resume").load()
