@@ -81,12 +81,16 @@ class Guard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rollbacks = state
 
-    def resume(self, history: Iterable[StepStats], first: int, start: StepInfo | None) -> None:
-        """Continue before step `first`. `start`, in a new run, is the position before its first step.
+    def resume(self, history: Iterable[StepStats], start: StepInfo) -> None:
+        """Continue after the step `start`. A run without a checkpoint of its own saves one to go back to.
 
         If the last step had collapsed and was not rolled back, `take_collapse` returns that.
         """
-        if self.rolls_back and start is not None:
+        first = start.global_step + 1
+        if self.rolls_back and broadcast_json(not list_complete(self.recover.folder)):
+            # A new run, or one that continues a checkpoint of another run.
+            self._state = replace(self._state, **self._rollbacks)
+            self._scale_rates()
             self.recover.save(start)
             self._keep(start)
         elif self.rolls_back:

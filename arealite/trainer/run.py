@@ -383,7 +383,7 @@ class Run:
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first or -1)
         history = read_stats(self.dir) if rank() == 0 else []
-        self.guard.resume(history, first, start=self._info(-1) if last is None else None)
+        self.guard.resume(history, self._info(first - 1))
         if last is not None and self.guard.rolls_back and (reason := self.guard.take_collapse()):
             # The run was killed before its rollback was complete.
             self._on_collapse(last, reason)

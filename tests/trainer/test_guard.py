@@ -44,13 +44,15 @@ def weight(actor) -> torch.Tensor:
     return next(actor.model.parameters()).detach()
 
 
-def train(config, rewards, num_steps=NUM_STEPS, evaluator=None, more=None) -> tuple[Run, dict[int, float]]:
+def train(
+    config, rewards, num_steps=NUM_STEPS, evaluator=None, more=None, resume_from=None
+) -> tuple[Run, dict[int, float]]:
     """Run a loop in which each step adds 1 to a weight; `rewards` is a function of the step. Returns the weights.
 
     `more` has other statistics, each a function of the step.
     """
     actor, weights = make_actor(config), {}
-    with Run(config, SPEC, actor, evaluator=evaluator) as run:
+    with Run(config, SPEC, actor, evaluator=evaluator, resume_from_checkpoint=resume_from) as run:
         start = weight(actor)[0, 0].item()
         for step in run.steps():
             weights[step] = round(weight(actor)[0, 0].item() - start)
@@ -211,6 +213,16 @@ def _renamed(config, name: str):
     made = copy.deepcopy(config)
     made.trial_name = name
     return made
+
+
+def test_a_run_that_continues_the_checkpoint_of_another_one_goes_back_to_it(config, tmp_path):
+    train(config, lambda step: 0.5, 8)
+    config.trial_name, config.on_collapse = "other", "rollback"
+    named = str(tmp_path / "e" / "t" / "recover" / "step000008")
+    _, weights = train(config, falls_at_20, 40, resume_from=named)
+    assert min(weights) == 8 and weights[8] == 8, "it continues"
+    rolled_back = next(step for step in weights if step > 8 and weights[step] < weights[step - 1])
+    assert rolled_back > 20 and weights[rolled_back] >= 8
 
 
 def test_the_best_validation_is_what_a_rollback_goes_back_to(config):
