@@ -55,6 +55,8 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.recover = path / "recover"
         self.evaluations = path / "evaluations"
+        # Images of prompts, which rollouts in the ledger name by their hash.
+        self.rollouts = path / "rollouts"
         self.tensorboard = path / "tensorboard"
         # Where processes of this run publish their addresses.
         self.names = path / "names"
@@ -146,7 +148,7 @@ class RunDir:
         """Return what a run of this name has left here; empty if there was none."""
         files = (self.stats_path, self.db_path, self.trace_path, self.curve_path, self.config_path)
         files = (*files, older_path(self.trace_path))
-        folders = (self.checkpoints, self.recover, self.tensorboard, self.evaluations, self.record)
+        folders = (self.checkpoints, self.recover, self.tensorboard, self.evaluations, self.record, self.rollouts)
         # SQLite keeps two more files beside a database.
         paths = [*files, *folders, *(self.db_path.with_name(f"{self.db_path.name}-{end}") for end in ("wal", "shm"))]
         return [p for p in paths if p.exists()] if self.stats_path.exists() or self.db_path.exists() else []

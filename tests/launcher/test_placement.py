@@ -351,10 +351,12 @@ def test_a_new_run_keeps_the_results_of_an_earlier_one_of_its_name(tmp_path, cap
         run_dir.stats_path.write_text(f"steps of run {number}")
         run_dir.db_path.write_text("episodes")
         (run_dir.checkpoints / "model").mkdir(parents=True)
+        (run_dir.path / "rollouts" / "images").mkdir(parents=True)
         save_job(tmp_path)
         kept = run_dir.path / "earlier" / str(number)
         assert (kept / "stats.jsonl").read_text() == f"steps of run {number}" and (kept / "config.yaml").exists()
         assert (kept / "run.sqlite").exists() and (kept / "checkpoints" / "model").is_dir()
+        assert (kept / "rollouts" / "images").is_dir() and not (run_dir.path / "rollouts").exists()
         assert not run_dir.stats_path.exists() and str(kept) in capsys.readouterr().out
 
 
