@@ -43,6 +43,8 @@ from arealite.utils.text import clean_stream, text_decoder
 # How long processes of a killed run may take to end, besides their grace period.
 _ENDING_S = 5.0
 _KEY = "server.api_key="
+# A key that a launcher has made, not one that a user has set.
+_MADE_KEY = re.compile("[0-9a-f]{32}")
 # By this name a launcher elsewhere asks nodes to save a checkpoint and end; its value is the number of the signal.
 STOP_NAME = "stop"
 # The error of a node that ends because of another one.
@@ -172,7 +174,7 @@ class Job:
         server = self.config.server
         key, host = server.api_key or os.environ.get(API_KEY_ENV), server.host
         if not self.config.server_addrs:
-            key = key or secrets.token_hex(16)
+            key = key or self._earlier_key() or secrets.token_hex(16)
             # Other machines must reach the servers.
             host = "0.0.0.0" if len(self.devices) > 1 and host == "127.0.0.1" else host
         self.config.server = dataclasses.replace(server, host=host, api_key=key)
@@ -180,6 +182,14 @@ class Job:
         self.argv = [f"{_KEY}{KEY_REFERENCE}" if a.startswith(_KEY) else a for a in self.argv]
         if server.api_key and any(a.startswith("server=") and "api_key" in a for a in self.argv):
             raise ConfigError(f"`server={{api_key: …}}` shows the key to all users: set {_KEY}… or {API_KEY_ENV}")
+
+    def _earlier_key(self) -> str | None:
+        """Return the key that an earlier run here has made: servers that joined it by hand know no other."""
+        try:
+            key = self.run_dir.read_key() or ""
+        except ConfigError:
+            return None
+        return key if _MADE_KEY.fullmatch(key) else None
 
     @property
     def run_dir(self) -> RunDir:

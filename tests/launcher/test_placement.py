@@ -15,6 +15,7 @@ from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.placement import local_slots, make_placement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, prepare_server
 from arealite.utils.config import load_config
+from arealite.utils.rundir import RunDir
 
 EIGHT = list(range(8))
 
@@ -318,6 +319,21 @@ def test_every_job_with_servers_of_its_own_has_a_key(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="shows the key to all users"):
         keyed = config("embedded.d1+d1", cluster=cluster, server=ServerConfig(api_key="abc"))
         Job(keyed, "a.py", ["server={api_key: abc}"], [[0, 1]], False)
+
+
+def test_the_next_run_in_a_directory_has_the_key_that_joined_servers_know(tmp_path):
+    def key_of_next(**server) -> str | None:
+        settings = config("d1", cluster=ClusterConfig(fileroot=str(tmp_path)), server=ServerConfig(**server))
+        job = Job(settings, "a.py", [], [[0]], False)
+        job.save()
+        return job.config.server.api_key
+
+    first = key_of_next()
+    assert key_of_next() == first and key_of_next(api_key="theirs") == "theirs"
+    assert key_of_next() not in (first, "theirs"), "a key that was set holds for its run"
+    run_dir = RunDir(tmp_path / "run" / "trial")
+    run_dir.key_path.write_bytes(b"\xff")
+    assert len(key_of_next() or "") == 32
 
 
 @pytest.mark.parametrize(
