@@ -161,7 +161,8 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
         raise RecordingError(
             f"cannot read the ledger {path}: {error}. It is damaged or of another arealite version"
         ) from error
-    lines = {int(line["step"]): line for line in stats if line.get("step", -1) >= 0 and "time/step" in line}
+    timed = [line for line in stats if line.get("time/step") is not None]
+    lines = {int(line["step"]): line for line in timed if line.get("step", -1) >= 0}
     steps, notes = _make_steps(lines, ready, episodes)
     batches = Counter(episode.step for episode in episodes)
     batch_size = max(batches[step.number] for step in steps)

@@ -58,6 +58,15 @@ def test_steps_before_a_hole_are_left_out(tmp_path):
     assert "step 2 is missing" in recording.notes[0]
 
 
+def test_a_step_without_its_time_counts_as_missing(tmp_path):
+    stats = write_run(tmp_path, steps=5)
+    # As a value that is not finite is written.
+    stats[1]["time/step"] = None
+    recording = read_recording(tmp_path, stats)
+    assert [step.number for step in recording.steps] == [2, 3, 4]
+    assert any("step 2 is missing" in note for note in recording.notes)
+
+
 def test_runs_that_cannot_be_analysed_say_why(tmp_path):
     with pytest.raises(RecordingError, match=r"has no run.sqlite"):
         read_recording(tmp_path, [])
