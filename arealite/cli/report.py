@@ -25,7 +25,7 @@ from arealite.core.ledger.reading import open_ledger
 from arealite.doctor.collect import collect
 from arealite.doctor.evidence import read_evidence
 from arealite.doctor.rules import diagnose
-from arealite.trainer.eval_report import evaluation_table, set_names
+from arealite.trainer.output.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import SUPERVISED_COLUMNS, read_stats
 from arealite.utils.config import print_to_pipe, run_main
 from arealite.utils.console import COLUMNS, clock, step_table

@@ -12,8 +12,8 @@ from arealite.controller.factory import make_engine
 from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.reward.pool import RewardPool
-from arealite.trainer.eval_report import evaluation_table
 from arealite.trainer.evaluator import Evaluator
+from arealite.trainer.output.eval_report import evaluation_table
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.trainer.tasks import load_rows, make_workflow
 from arealite.utils.config import load_config, run_main

@@ -8,8 +8,8 @@ import shutil
 
 from arealite.api.cli_args import EvaluatorConfig
 from arealite.api.io_struct import Stats, StepInfo
-from arealite.trainer.eval_report import describe_step
 from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
+from arealite.trainer.output.eval_report import describe_step
 from arealite.trainer.saver import Frequency
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.console import show_message

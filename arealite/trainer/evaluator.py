@@ -21,7 +21,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.samples import Sample
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.answers import Answer, write_answers
-from arealite.trainer.eval_report import describe_step
+from arealite.trainer.output.eval_report import describe_step
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank, wait_for_first, world_size
 from arealite.utils.rundir import RunDir

@@ -24,11 +24,11 @@ from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.replay.replaying import ReplayEnd, checkpoint_parts, current_replay
 from arealite.trainer.best import BestModel
-from arealite.trainer.eval_report import evaluation_lines
 from arealite.trainer.evaluations import Evaluations
 from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
 from arealite.trainer.guard import Guard
 from arealite.trainer.interrupt import Interrupt
+from arealite.trainer.output.eval_report import evaluation_lines
 from arealite.trainer.recording import RunRecord, as_rows
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver

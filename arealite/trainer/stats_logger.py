@@ -14,8 +14,8 @@ from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.trainer.eval_report import set_names
-from arealite.trainer.loggers import ServiceLogger, make_service_loggers
+from arealite.trainer.output.eval_report import set_names
+from arealite.trainer.output.loggers import ServiceLogger, make_service_loggers
 from arealite.utils.console import Column
 from arealite.utils.process import rank
 from arealite.utils.rundir import RunDir, write_file

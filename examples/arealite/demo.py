@@ -19,7 +19,7 @@ from arealite.api.cli_args import GRPOConfig, OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.launcher.local import launch
-from arealite.trainer.curve import save_curve
+from arealite.trainer.output.curve import save_curve
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir, make_new_folder

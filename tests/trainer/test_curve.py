@@ -3,7 +3,7 @@
 import os
 import sys
 
-from arealite.trainer.curve import save_curve
+from arealite.trainer.output.curve import save_curve
 from tests import warm_python
 
 
@@ -18,7 +18,7 @@ def test_the_fonts_of_the_curve_are_not_written_through_a_link_of_another_user(t
         folder.mkdir()
     (shared / "arealite-matplotlib").symlink_to(victim)
     (shared / f"arealite-{os.geteuid()}").symlink_to(victim)
-    code = "import sys; from pathlib import Path; from arealite.trainer.curve import save_curve;"
+    code = "import sys; from pathlib import Path; from arealite.trainer.output.curve import save_curve;"
     code += "save_curve(Path(sys.argv[1]), [0.1, 0.5])"
     env = {key: value for key, value in os.environ.items() if key != "MPLCONFIGDIR"}
     picture = tmp_path / "reward.png"

@@ -16,9 +16,9 @@ from arealite.reward.combined import AsyncCombinedReward, CombinedReward
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.model import ServedRewardModel
 from arealite.trainer.answers import Answer, compare_answers, read_answers, write_answers
-from arealite.trainer.eval_report import evaluation_lines, evaluation_table
 from arealite.trainer.evaluations import Evaluations
 from arealite.trainer.evaluator import Evaluator, set_statistics
+from arealite.trainer.output.eval_report import evaluation_lines, evaluation_table
 from arealite.utils.rundir import RunDir
 
 
