@@ -16,6 +16,7 @@ from arealite.core.ledger.reading import open_ledger, read_events, read_rollout,
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.remote.base import Piece
+from arealite.engine.remote.progress import Progress
 from arealite.trainer.trace import Trace
 from arealite.utils.trace.episode_clock import EpisodeClock, use_clock
 from arealite.utils.trace.trace_file import read_trace
@@ -155,6 +156,14 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
         again = run(engine, engine.agenerate(ModelRequest(prompt, gconfig)))
         assert again.output_tokens == whole.output_tokens, f"interrupted after {cut_at[0]} tokens"
         assert again.num_interruptions == 1 and len(again.output_logprobs) == len(again.output_tokens)
+
+
+def test_an_interruption_inside_a_character_of_a_stop_string_drops_its_bytes():
+    """Byte-level vocabularies have up to three tokens for a dash: the next piece must bring all of them again."""
+    for stop, kept in (("\u2014", 6), ("\u00e9\u2014", 4), ("#", 8)):
+        progress = Progress(ModelRequest([1], GenerationHyperparameters(max_new_tokens=20, stop=[stop])), None)
+        progress.add(Piece(list(range(8)), [0.0] * 8, [0] * 8, "abort"))
+        assert progress.tokens == list(range(kept)), stop
 
 
 @pytest.mark.parametrize("mode", [pytest.param("abort", marks=pytest.mark.slow), "in_place"])

@@ -78,7 +78,8 @@ class Progress:
 
         With a seed and the same weights the same tokens come again, so the stop string is certainly found.
         """
-        longest = max(map(len, self.request.gconfig.stop), default=1)
+        # In bytes: many vocabularies have several tokens for one character.
+        longest = max((len(stop.encode()) for stop in self.request.gconfig.stop), default=1)
         kept = max(num_before, len(self.tokens) + 1 - longest)
         del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
 
