@@ -73,6 +73,8 @@ class EmbeddedEngine(CollectingEngine):
             _, images = await asyncio.wrap_future(self.engine.read_prompt(asking.input_ids, asking.images))
         settings = {"images": images, "want_routing": self.config.routing_replay}
         request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), **settings)
+        if params.stop:
+            request.continue_prompt(self.engine.tokenizer)
         if asking.on_tokens is not None:
             request.on_progress = _teller(progress, asyncio.get_running_loop())
         try:

@@ -21,6 +21,7 @@ import numpy as np
 from arealite.api.errors import RequestError
 from arealite.inference.grammar import Constraint, Grammar
 from arealite.inference.vision import PromptImages
+from arealite.protocol.detokenizer import token_before
 
 MIN_TEMPERATURE = 1e-5  # logits divided by less would overflow
 MAX_SAMPLES = 4096
@@ -210,7 +211,7 @@ class Request:
         self.num_top_logprobs = num_top_logprobs
         # Special tokens that are left out of the text; None: all or none, as the parameters say.
         self.hidden_tokens: frozenset[int] | None = None
-        # What stands before the text when it is decoded; see `detokenizer.token_before`.
+        # What stands before the text when it is decoded; see `continue_prompt`.
         self.token_before: int | None = None
         self.on_progress = on_progress
         self.images = images
@@ -223,6 +224,10 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.num_unfinished = params.n
         self.num_unstarted = params.n  # sequences[-num_unstarted:] have never run
+
+    def continue_prompt(self, tokenizer: Any | None) -> None:
+        """Decode the output as text behind the prompt, not as one that begins (`detokenizer.token_before`)."""
+        self.token_before = token_before(tokenizer, self.prompt[-1:].tolist())
 
     def to_json(self) -> dict[str, Any]:
         """What another rank needs to schedule and sample this request."""

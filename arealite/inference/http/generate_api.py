@@ -36,10 +36,14 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     request = await parse(engine, body)
     is_flat = common.flag(body, "flat_logprobs")
-    if common.flag(body, "stream"):
+    is_stream = common.flag(body, "stream")
+    if is_stream:
         if is_flat:
             raise RequestError("flat_logprobs works without stream only: chunks of a stream have SGLang's form")
         request.want_text |= engine.tokenizer is not None
+    if request.want_text:
+        request.continue_prompt(engine.tokenizer)
+    if is_stream:
         return await common.event_stream(http_request, _stream(engine, request))
     outputs = await common.finish(http_request.app, request)
     answers = [describe(engine, request, i, output, is_flat) for i, output in enumerate(outputs)]

@@ -25,7 +25,6 @@ from arealite.protocol import completions as text_completions
 from arealite.protocol.answer import Answer, Event, Head, Stream, TokenLogprob, Usage, event_bytes, to_json, token_text
 from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.chat_apis import ApiRequest
-from arealite.protocol.detokenizer import token_before
 from arealite.protocol.fields import FieldError
 from arealite.protocol.tool_calls import ToolCall, hidden_tokens, opens_thinking, style_of
 
@@ -99,7 +98,7 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     generations = [Request(ids, params, **want, grammar=grammar) for ids in prompts]
     for generation in generations:
         engine.check(generation)  # before any of them is submitted
-        generation.token_before = token_before(engine.tokenizer, generation.prompt.tolist())
+        generation.continue_prompt(engine.tokenizer)
     prefixes = _echoes(engine, request.prompt, prompts) if request.echo else [""] * len(prompts)
     views = [Wanted(request.logprobs is not None, request.return_token_ids, prefix=prefix) for prefix in prefixes]
     head = _head(engine, generations[0])
