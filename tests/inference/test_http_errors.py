@@ -73,6 +73,18 @@ GENERATE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 99, "t
 COMPLETE = {"prompt": [1, 2, 3], "max_tokens": 99, "temperature": 0, "logprobs": 0}
 
 
+def test_logprobs_of_the_prompt_are_refused(make_engine):
+    engine, asked = make_engine(make_model()), GENERATE | {"return_logprob": True}
+    for start in (0, 1, -2, 1.0, [0]):
+        status, answer = call(engine, "/generate", asked | {"logprob_start_len": start})
+        assert status == 400 and "logprob_start_len" in message(answer), start
+    short = {"sampling_params": {"max_new_tokens": 2}}
+    for start in (-1, None, 2, 3):  # of the output only
+        assert call(engine, "/generate", asked | short | {"logprob_start_len": start})[0] == 200
+    assert call(engine, "/generate", GENERATE | short | {"logprob_start_len": 0})[0] == 200
+    assert call(engine, "/generate", asked | {"input_ids": 5, "logprob_start_len": 0})[0] == 400
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE)])
 def test_non_finite_logits_are_an_error(path, body, stream, make_engine):

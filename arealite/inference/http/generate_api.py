@@ -1,10 +1,11 @@
 """`POST /generate`, SGLang's native endpoint: returns token ids, log-probs and weight versions.
 
-Differences from SGLang: log-probs are always returned. `text` is made only if the prompt is text, or if `stop`,
-`stream` or `return_text` ask for it, because decoding costs more than sampling on small models. `return_raw_logprob`
-adds the log-probs at temperature 1. `return_routed_experts` (with `record_routing`) adds the experts of each token but
-the last as base64, in the type `routed_experts_dtype`, where SGLang has int32 and all layers. `image_data` goes with a
-text that has one placeholder for each image, or with ids in which the placeholders are expanded already.
+Differences from SGLang: log-probs of the output are always returned, those of the prompt never. `text` is made only
+if the prompt is text, or if `stop`, `stream` or `return_text` ask for it, because decoding costs more than sampling
+on small models. `return_raw_logprob` adds the log-probs at temperature 1. `return_routed_experts` (with
+`record_routing`) adds the experts of each token but the last as base64, in the type `routed_experts_dtype`, where
+SGLang has int32 and all layers. `image_data` goes with a text that has one placeholder for each image, or with ids in
+which the placeholders are expanded already.
 """
 
 import asyncio
@@ -71,12 +72,14 @@ async def parse(engine: Engine, body: dict[str, Any]) -> Request:
         ids, images = await asyncio.wrap_future(engine.read_prompt(prompt, data))
     elif ids is None:
         ids = await encode(engine, text)
+    ids = common.check_token_ids(ids, "input_ids")
+    check_start(body, len(ids))
     rid = body.get("rid")
     if rid is not None and not isinstance(rid, str):
         raise RequestError(f"rid must be a string, got {rid!r}")
     check_text(rid or "")
     return Request(
-        common.check_token_ids(ids, "input_ids"),
+        ids,
         SamplingParams.from_json({} if params is None else params),
         rid,
         want_text=text is not None or common.flag(body, "return_text"),
@@ -84,6 +87,15 @@ async def parse(engine: Engine, body: dict[str, Any]) -> Request:
         want_routing=common.flag(body, "return_routed_experts"),
         images=images,
     )
+
+
+def check_start(body: dict[str, Any], num_prompt: int) -> None:
+    """Reject a request for log-probs of the prompt, which are not computed. SGLang's default is -1."""
+    start = body.get("logprob_start_len")
+    if start is None or not common.flag(body, "return_logprob"):
+        return
+    if type(start) is not int or (start != -1 and start < num_prompt - 1):
+        raise RequestError(f"logprob_start_len={start!r:.60} is not supported: use -1, for the output's log-probs only")
 
 
 def check_text(text: str) -> None:
