@@ -77,9 +77,17 @@ def _logprobs(logprobs: list[TokenLogprob] | None, offset: int) -> dict[str, Any
     return {
         "tokens": [entry.text for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [{text: logprob for text, _, logprob in entry.top} for entry in logprobs],
+        "top_logprobs": [_by_text(entry) for entry in logprobs],
         "text_offset": offsets[:-1],
     }
+
+
+def _by_text(entry: TokenLogprob) -> dict[str, float]:
+    """Return alternatives by their text: of several tokens with the same text the likeliest."""
+    found: dict[str, float] = {}
+    for text, _, logprob in entry.top:
+        found.setdefault(text, logprob)
+    return found
 
 
 class CompletionStream:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arealite.protocol import chat, completions, messages, responses
-from arealite.protocol.answer import error_body, event_bytes, to_json, token_text
+from arealite.protocol.answer import Answer, Head, TokenLogprob, Usage, error_body, event_bytes, to_json, token_text
 from arealite.protocol.fields import FieldError
 
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
@@ -33,6 +33,14 @@ def test_chat_messages_become_what_templates_read():
     # What the model wrote and is no JSON stays as it is.
     call["function"]["arguments"] = '{"a": '
     assert chat.parse({"messages": given}).messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_alternatives_with_one_text_keep_the_log_prob_of_the_likeliest():
+    """Parts of characters are all written as the same sign."""
+    top = [("\ufffd", 200, -0.5), ("a", 5, -1.5), ("\ufffd", 201, -3.0)]
+    answer = Answer("", "length", logprobs=[TokenLogprob("\ufffd", 200, -0.5, top)])
+    body = completions.result(Head("1", "m", 0), [answer], Usage(1, 1))
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.5}]
 
 
 def test_the_four_apis_read_the_same_conversation():
