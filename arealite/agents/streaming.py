@@ -15,6 +15,7 @@ from aiohttp import web
 
 from arealite.agents.answers import token_logprobs
 from arealite.api.errors import ServerError
+from arealite.api.io_struct import count_possible_stop
 from arealite.protocol.answer import Answer, Event, Stream, Usage, event_bytes
 from arealite.protocol.call_stream import CallPiece, CallSplitter
 from arealite.protocol.chat import ChatRequest
@@ -69,7 +70,7 @@ class LiveStream:
         self.http, self.stream, self.tokenizer, self.wanted = http, stream, tokenizer, wanted
         self.stop = wanted.sampling.get("stop") or []
         # An interrupted answer loses its last tokens if they may begin a stop string.
-        self._num_held = max(map(len, self.stop), default=1) - 1
+        self._num_held = count_possible_stop(self.stop)
         self._with_logprobs = wanted.logprobs is not None and wanted.logprobs is not False
         self._thinks = opens_thinking(tokenizer, prompt)
         is_chat = isinstance(wanted, ChatRequest)

@@ -109,6 +109,14 @@ class ModelResponse:
         return self.stop_reason != "stop"
 
 
+def count_possible_stop(stop: list[str]) -> int:
+    """Return how many last tokens of an answer may begin a stop string, without all of it.
+
+    Counted in bytes: many vocabularies have several tokens for one character.
+    """
+    return max((len(word.encode(errors="surrogatepass")) for word in stop), default=1) - 1
+
+
 def extend_record(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
     """Append the rows of `new` that `known` does not have; both are experts from the first token on.
 

@@ -237,6 +237,18 @@ def test_a_stream_holds_back_calls_and_stop_strings_and_has_every_logprob_once()
     run(scenario())
 
 
+def test_a_stream_holds_back_all_tokens_that_an_interruption_may_replace():
+    """As many as a stop string has bytes, less one: a dash may be three tokens."""
+
+    async def scenario():
+        async with serving([]) as (_, engine, found):
+            engine.answer = lambda request: request.on_tokens(0, 0, encode("good"), [-1.0] * 4) or encode("gone by")
+            async with streaming(found, "chat/completions", stop=["\u2014"]) as events:
+                assert "".join([text_of(event) async for event in events]) == "gone by"
+
+    run(scenario())
+
+
 def test_a_stream_that_cannot_go_on_ends_with_an_error():
     async def scenario():
         async with serving(["hello there", "hello"]) as (gateway, engine, found):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from arealite.api.errors import RequestError
-from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, extend_record
+from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, count_possible_stop, extend_record
 from arealite.utils import clock
 
 _SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos", "stop", "stop_token_ids")
@@ -78,9 +78,7 @@ class Progress:
 
         With a seed and the same weights the same tokens come again, so the stop string is certainly found.
         """
-        # In bytes: many vocabularies have several tokens for one character.
-        longest = max((len(stop.encode()) for stop in self.request.gconfig.stop), default=1)
-        kept = max(num_before, len(self.tokens) + 1 - longest)
+        kept = max(num_before, len(self.tokens) - count_possible_stop(self.request.gconfig.stop))
         del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
 
     def next_rid(self) -> str:
