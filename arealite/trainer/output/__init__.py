@@ -1,1 +1,1 @@
-"""Where the numbers of a run are shown: a curve, tables of evaluations, TensorBoard and other services."""
+"""Shows the numbers of a run: a curve, tables of evaluations, TensorBoard and other services."""
