@@ -11,7 +11,7 @@ import pytest
 
 from arealite.api.cli_args import SFTConfig
 from arealite.api.errors import ConfigError
-from arealite.trainer import loggers
+from arealite.trainer.output import loggers
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.config import load_config
 from arealite.utils.rundir import RunDir
