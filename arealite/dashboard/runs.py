@@ -109,10 +109,8 @@ class Runs:
                 name = _name(root, path)
                 run = known.get(path) or Run(path, name)
                 found.setdefault(run.id, run)
-                if len(found) >= MAX_RUNS:
-                    break
         ordered = sorted(found.values(), key=lambda run: run.updated() or 0.0, reverse=True)
-        self._runs = {run.id: run for run in ordered}
+        self._runs = {run.id: run for run in ordered[:MAX_RUNS]}
         self._scanned = time.monotonic()
 
 

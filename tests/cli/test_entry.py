@@ -35,6 +35,11 @@ def show_help(*commands: str) -> list[str]:
     return done.stdout.split(END)[:-1]
 
 
+def test_the_package_can_be_run_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "arealite", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, f"arealite {__version__}"), done.stderr
+
+
 def test_help_lists_every_command_and_imports_nothing():
     (shown,) = show_help("")
     assert all(f"\n  {name} " in shown for name in COMMANDS)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from arealite.core.ledger import reading
+from arealite.dashboard.runs import MAX_RUNS, Runs
 from tests.dashboard.client import Dashboard
 from tests.dashboard.make_run import make_run
 
@@ -54,6 +55,16 @@ def test_a_run_in_use_is_live(runs):
     run_dir = make_run(runs / "exp" / "live", steps=2, rollouts=8)
     with run_dir.lock(), Dashboard(runs) as page:
         assert {run["trial"] for run in page.json("/api/runs")["runs"] if run["live"]} == {"live"}
+
+
+def test_of_very_many_runs_the_newest_are_listed(tmp_path):
+    for i in range(MAX_RUNS + 2):
+        path = tmp_path / f"{i:05}" / "stats.jsonl"
+        path.parent.mkdir()
+        path.touch()
+        os.utime(path, (i, i))
+    found = Runs([tmp_path]).all()
+    assert [run.name for run in found] == [f"{i:05}" for i in range(MAX_RUNS + 1, 1, -1)]
 
 
 def test_stats_in_portions(runs):

@@ -27,6 +27,11 @@ def take(loader, count):
     return [[row["r"] for row in next(batches)] for _ in range(count)]
 
 
+def test_a_weight_that_gives_a_set_no_row_is_refused():
+    with pytest.raises(DatasetError, match="give small not one of the 40 rows of an epoch: raise"):
+        Mixture(SETS, {"small": 1.0, "large": 1000.0})
+
+
 @pytest.mark.parametrize(("weights", "share"), [(None, 5 / 40), ({"small": 1.0, "large": 1.0}, 0.5)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_mixture_has_the_given_shares_and_visits_all_rows_alike(weights, share, shuffle):
