@@ -109,8 +109,10 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
 class History:
     """The statistics of the last steps, and the best reward (a mean over a few steps) of the whole run."""
 
-    def __init__(self, best_reward: float = -math.inf):
+    def __init__(self, best_reward: float = -math.inf, has_score: bool = False):
         self.best_reward = best_reward
+        # A reward model scores the validation sets, and so the training.
+        self.has_score = has_score
         self._steps: deque[StepStats] = deque(maxlen=_HISTORY)
 
     def add(self, stats: StepStats) -> None:
@@ -173,6 +175,7 @@ class Alarms:
     def check_validation(self, stats: StepStats) -> list[Alarm]:
         """Return an alarm for each validation set that has lost half of its gain, by more than noise."""
         raised = []
+        self._history.has_score |= any(key.startswith("eval/") and key.endswith("/reward/low") for key in stats)
         for key in [key for key in stats if key.startswith("eval/") and key.endswith(("/pass@1", "/reward"))]:
             now, low, high = (stats.get(f"{key}{end}") for end in ("", "/low", "/high"))
             if not (_is_finite(now) and _is_finite(low) and _is_finite(high)):
@@ -191,7 +194,7 @@ class Alarms:
 
         The best reward stays: the earlier policy must reach it again.
         """
-        self._history = History(self._history.best_reward)
+        self._history = History(self._history.best_reward, self._history.has_score)
         self.active.clear()
         self._to_skip = num_skipped
 
@@ -303,7 +306,10 @@ def entropy_exploded(history: History) -> Alarm | None:
 
 
 def entropy_collapsed(history: History) -> Alarm | None:
-    """The entropy is a small share of that at the start, and the reward has not gained by it."""
+    """The entropy is a small share of that at the start, and the reward has not gained by it.
+
+    The score of a reward model gains when a policy answers always what the model overrates.
+    """
     values, rewards, drop = history.values("entropy"), history.values("reward"), _RewardDrop.of(history)
     if len(values) < 4 * _MIN_USUAL or drop is None:
         return None
@@ -311,9 +317,15 @@ def entropy_collapsed(history: History) -> Alarm | None:
     # Between the first and the last quarter of the steps, two standard deviations are a gain.
     quarter, two_std = max(1, len(rewards) // 4), 2 * drop.noise / _NUM_STD
     has_gained = fmean(rewards[-quarter:]) - fmean(rewards[:quarter]) > two_std * math.sqrt(2 * _WINDOW / quarter)
-    if now >= 0.1 * start or (has_gained and drop.best - drop.now <= drop.noise):
+    has_gained = has_gained and drop.best - drop.now <= drop.noise
+    if now >= 0.1 * start or (has_gained and not history.has_score):
         return None
     happened = f"the entropy fell to {now:.3g} nats from {start:.3g}, and the reward did not rise"
+    if has_gained:
+        happened = f"the entropy fell to {now:.3g} nats from {start:.3g} while a reward model's score rose"
+        cause = "the policy answers always the same, perhaps what the reward model overrates"
+        advice = "read the answers (arealite report RUN_DIR), and add actor.kl_loss_coef (0.1) or lower the rate"
+        return Alarm("entropy/low", _line(happened, cause, advice))
     advice = "raise actor.eps_clip_higher (0.28) or actor.entropy_coef, add actor.kl_loss_coef, or lower the rate"
     return Alarm("entropy/low", _line(happened, "the policy answers always the same", advice))
 

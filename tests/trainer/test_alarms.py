@@ -124,6 +124,23 @@ def test_falling_entropy_without_a_gain_is_told_of(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_entropy_that_vanishes_while_the_score_of_a_reward_model_rises_is_told_of(seed):
+    """As measured on HH-RLHF without a KL term. With verifiable rewards the same numbers are a success."""
+    changes = {"entropy": lambda step: max(0.07, 2.58 - 0.087 * step), "reward": lambda step: min(0.5, 0.02 * step)}
+    assert raised(noisy(60, seed, **changes)) == []
+    alarms = Alarms()
+    alarms.check_validation({"eval/valid/reward": 0.1, "eval/valid/reward/low": 0.0, "eval/valid/reward/high": 0.2})
+    found = [(step, alarm) for step, stats in enumerate(noisy(60, seed, **changes)) for alarm in alarms.check(stats)]
+    ((step, alarm),) = found
+    assert alarm.name == "entropy/low" and not alarm.is_collapse and 25 <= step <= 35
+    assert "while a reward model's score rose" in alarm.text and "kl_loss_coef" in alarm.text
+    # Nor after a rollback.
+    alarms.restart(num_skipped=0)
+    again = [alarm.name for stats in noisy(60, seed, **changes) for alarm in alarms.check(stats)]
+    assert again.count("entropy/low") == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_few_truncated_answers_of_tiny_batches_are_no_alarm(seed):
     rng, steps = random.Random(seed), noisy(300, seed)
     for step in steps:
