@@ -82,7 +82,7 @@ class Evaluator:
         self.workflow = EvaluationWorkflow(workflows)
         self._with_score = [name for name, own in workflows.items() if is_score(getattr(own, "reward_fn", None))]
         metric = config.saver.best_metric or ""
-        if metric.split("/")[1:2] in [[name] for name in self._with_score] and "@" in metric:
+        if metric.startswith(tuple(f"eval/{name}/" for name in self._with_score)) and "@" in metric:
             raise ConfigError(
                 f"saver.best_metric={metric} is not measured: no score of a reward model means that an answer is "
                 f"solved. Use {metric.rpartition('/')[0]}/reward"
