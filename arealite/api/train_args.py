@@ -242,7 +242,7 @@ class PPOActorConfig(TrainEngineConfig):
     temperature: float = _help("Temperature of the log-probs; equal to gconfig.temperature.", 1.0, POSITIVE)
     reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0, ANY_NUMBER)
     reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0, ANY_NUMBER)
-    reward_clip: float = _help("Shaped rewards are clipped to +- this.", 20.0, NOT_NEGATIVE)
+    reward_clip: float | None = _help("Shaped rewards are clipped to +- this; null: they are not.", None, POSITIVE)
     max_answer_length: int | None = _help(
         "gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None, AT_LEAST_1
     )

@@ -67,6 +67,19 @@ def test_first_step_has_ratio_one_and_advantages_of_groups(model_dirs):
     assert stats["behav_weight/mean"] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_rewards_of_any_scale_have_a_signal(model_dirs):
+    """Points out of a hundred, or the scores of a reward model, may all be far from 0."""
+    batch = random_batch(LENGTHS)
+    batch["rewards"] = batch["rewards"] * 10 + 80
+    scores = {}
+    for clip in (None, 20.0):
+        actor = make_actor(model_dirs["qwen2"], reward_clip=clip)
+        batch["logprobs"] = batch["prox_logp"] = actor.compute_logp(batch)
+        actor.compute_advantages(batch)
+        scores[clip] = batch["advantages"][batch["loss_mask"].bool()]
+    assert scores[None].abs().min() > 0.5 and scores[20.0].abs().max() == 0
+
+
 def test_skipping_idle_rows_gives_the_same_update(model_dirs):
     batch = random_batch(LENGTHS)
     batch["rewards"][:4] = 0.5  # two groups without signal
