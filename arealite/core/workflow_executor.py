@@ -264,12 +264,12 @@ class WorkflowExecutor:
         return batch
 
     def _has_straggler(self) -> bool:
-        """Whether an episode still runs that would be too old for the next batch (lock held).
+        """Whether an episode still runs that is too old for the next batch, not for this one (lock held).
 
-        By the admission rule all of them fit into this batch, so waiting for them starves nobody.
+        One that hangs is soon older. Of those one version older, some have begun during an update, with newer tokens.
         """
-        oldest = next((e for e in self.runner.running if e.call is None), None)
-        return oldest is not None and oldest.start_version <= self.staleness.oldest_allowed
+        ages = (e.start_version - self.staleness.oldest_allowed for e in self.runner.running if e.call is None)
+        return next((age for age in ages if age >= -1), 1) <= 0
 
     def _wait_for_progress(self, demand: Demand, wait: NamedWait, patience_left_s: float | None) -> None:
         """Sleep (lock held) until the demand is met, an error, or a deadline."""

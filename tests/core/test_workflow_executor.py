@@ -428,6 +428,21 @@ def test_a_straggler_delays_a_batch_no_longer_than_a_step(executors):
     assert 0.2 < time.monotonic() - began < 5
 
 
+def test_an_episode_that_hangs_does_not_delay_every_batch(executors):
+    """Once it is too old for the present batch too, nothing is gained by waiting for it."""
+    executor = executors(batch_size=4, max_head_offpolicyness=1, batch_timeout_s=5.0)
+    workflow = Echo()
+    data = loader([{"x": 0, "hang": True}, *rows(80)[1:]])
+    for version in range(1, 6):
+        assert 0 not in xs(executor.prepare_batch(data, workflow))
+        executor.engine.version = version
+        executor.set_version(version)
+    # As if the step had taken a minute: a batch that waits for so long passes its deadline.
+    executor._last_batch_at -= 60
+    assert 0 not in xs(executor.prepare_batch(data, workflow))
+    assert executor.stats()["running"] >= 1
+
+
 def test_the_same_result_returned_again_and_again_is_counted_once_per_episode(executors):
     """A workflow that returns one result for every row (a broken cache) does not break the counts."""
 
