@@ -86,7 +86,9 @@ class RejectionStreak:
 
     def check(self, now: Counts) -> None:
         rejected, failed = now.rejected - self._before.rejected, now.failed - self._before.failed
-        if now.accepted != self._before.accepted or rejected <= min(self._next_warning, self._limit):
+        # Buffered episodes that become stale meanwhile were accepted before.
+        num_accepted = now.accepted + now.stale - self._before.accepted - self._before.stale
+        if num_accepted or rejected <= min(self._next_warning, self._limit):
             return
         every = ", including every row of the data" if rejected > self._epoch_rows > 0 else ""
         text = f"{rejected} episodes in a row were rejected by the workflow{every}" + (

@@ -36,5 +36,9 @@ def test_rejections_are_shown_and_end_the_run_after_a_bounded_number(capfd):
     assert len(lines) == 7 and all("none was accepted" in line and "stops after 1024" in line for line in lines)
     # An accepted episode is enough.
     RejectionStreak(Counts(), 64, 10, 8).check(Counts(rejected=1000, accepted=1))
+    # Episodes that were accepted before and become stale meanwhile are neither a reason to go on nor one to stop.
+    with pytest.raises(TrainingError, match="1000 episodes in a row"):
+        RejectionStreak(Counts(accepted=9), 64, 10, 8).check(Counts(rejected=1000, accepted=6, stale=3))
+    RejectionStreak(Counts(accepted=9), 64, 10, 8).check(Counts(rejected=1000, accepted=9, stale=3))
     with pytest.raises(TrainingError, match="101 episodes in a row were rejected by the workflow, including every row"):
         RejectionStreak(Counts(), 64, 100, 8).check(Counts(rejected=101))
