@@ -1,11 +1,14 @@
 """Recovery after a crash: every row once, counters restored, the same batches with η = 0."""
 
 import random
+import time
+from contextlib import closing
 
 import pytest
 import torch
 
 from arealite.api.cli_args import DatasetConfig, InferenceEngineConfig
+from arealite.core.ledger.reading import open_ledger
 from arealite.core.ledger.store import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.dataset import StatefulDataLoader
@@ -124,6 +127,24 @@ def test_buffered_episodes_are_kept_and_do_not_run_again(tmp_path):
     assert [episode.id for episode in job.executor._finished.in_order()] == buffered != []
     assert not {i.number for i in buffered} - set(ids(job.train())) or len(buffered) > 4
     job.crash()
+
+
+def test_a_restored_episode_has_no_time_at_which_it_began(tmp_path):
+    """It was that of the last boot of the machine: a report said that the episode had run since then."""
+    job = Job(tmp_path, 2)
+    job.train()
+    while job.executor.stats()["running"]:
+        pass
+    state = job.checkpoint()
+    job.crash()
+    job = Job(tmp_path, 2, state)
+    restored = {episode.id.number for episode in job.executor._finished.in_order()}
+    job.train()
+    job.crash()
+    with closing(open_ledger(tmp_path / "run.sqlite")) as db:
+        found = dict(db.execute("SELECT id, started_at FROM episodes").fetchall())
+    assert restored and {number for number, began in found.items() if began is None} == restored
+    assert all(time.time() - began < 3600 for began in found.values() if began is not None)
 
 
 def test_a_new_run_of_the_same_name_starts_a_new_ledger(tmp_path):

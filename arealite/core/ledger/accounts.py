@@ -130,6 +130,8 @@ class EpisodeAccounts:
 def _episode_row(episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> EpisodeRow:
     """An episode as a row of the table `episodes`."""
     result, now = episode.result, clock.time()
+    # Restored from a checkpoint: it has begun in another process, at a time that is not known.
+    age_s = clock.monotonic() - episode.started_at if episode.workflow is not None else None
     return EpisodeRow(
         episode.id.number,
         state,
@@ -140,7 +142,7 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
         result.num_samples if result else None,
         result.num_tokens if result else None,
         result.mean_reward if result else None,
-        now - (clock.monotonic() - episode.started_at),
+        None if age_s is None else now - age_s,
         now,
         episode.id.source,
     )

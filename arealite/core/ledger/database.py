@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS episodes(
   oldest_version INTEGER,      -- weights of its oldest token
   step INTEGER,                -- weights it was trained on top of
   samples INTEGER, tokens INTEGER, reward REAL,
-  started_at REAL, ended_at REAL,
+  started_at REAL, ended_at REAL,   -- started_at: NULL if it was restored from a checkpoint
   source TEXT NOT NULL,        -- stream (prepare_batch), submitted (submit), direct (rollout_batch)
   PRIMARY KEY(source, id));
 CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes(step);
