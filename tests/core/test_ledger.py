@@ -60,6 +60,17 @@ def test_trajectories_whose_tensors_share_memory_are_buffered(tmp_path):
     ledger.close()
 
 
+def test_an_episode_that_is_too_large_for_sqlite_is_left_out_of_a_checkpoint(tmp_path, caplog):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    # Instead of a gigabyte.
+    ledger._run_now(lambda db: db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000))
+    large = EpisodeId("stream", 8)
+    ledger.save_buffer(3, [(EpisodeId("stream", 7), make_batch(7)), (large, make_batch(8, length=1000))])
+    assert "1 episodes are larger than SQLite can store" in caplog.text
+    assert [episode_id.number for episode_id, _ in ledger.rewind(step=3, has_ended=lambda i: True)] == [7]
+    ledger.close()
+
+
 def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AReaLiteError, match=r"cannot be written.*resume"):

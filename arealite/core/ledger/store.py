@@ -37,6 +37,8 @@ _Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 _COUNT_ADMITTED = "SELECT state, COUNT(*) FROM episodes WHERE source != 'direct' GROUP BY state"
 _PUT_TIMEOUT_S, _WRITE_TIMEOUT_S, _CLOSE_TIMEOUT_S = 60.0, 600.0, LOCK_TIMEOUT_S + 30.0
 _UPSERT_EPISODE = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
+# Room for the other columns of a row.
+_ROW_BYTES = 1000
 # What is recorded without a commit is on disk after so long, for those who watch the run.
 _FLUSH_INTERVAL_S = 2.0
 Level = Literal["info", "warning", "alarm"]
@@ -189,16 +191,29 @@ class Ledger:
         self._run_now(lambda db: None)
 
     def save_buffer(self, step: int, episodes: list[tuple[EpisodeId, Batch]]) -> None:
-        """Keep buffered episodes for a checkpoint at `step`; returns once they are on disk."""
+        """Keep buffered episodes for a checkpoint at `step`; returns once they are on disk.
+
+        One that is too large for SQLite is left out: after a resume it runs again.
+        """
         rows = [(step, *episode_id, to_bytes(batch)) for episode_id, batch in episodes]
         self.commit()
 
-        def job(db: sqlite3.Connection) -> None:
+        def job(db: sqlite3.Connection) -> list[Any]:
             # The checkpoint before this one stays the last good one until this one is complete.
             db.execute("DELETE FROM buffer WHERE step < (SELECT MAX(step) FROM buffer) OR step >= ?", (step,))
-            db.executemany("INSERT INTO buffer VALUES (?,?,?,?)", rows)
+            limit = db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) - _ROW_BYTES
+            db.executemany("INSERT INTO buffer VALUES (?,?,?,?)", [row for row in rows if len(row[-1]) <= limit])
+            return [row for row in rows if len(row[-1]) > limit]
 
-        self._run_now(job)
+        if too_large := self._run_now(job):
+            sizes = ", ".join(f"{EpisodeId(*row[1:3])} ({len(row[-1]) >> 20} MiB)" for row in too_large[:4])
+            logger.warning(
+                "%d episodes are larger than SQLite can store and are not in the checkpoint at step %d: after a resume "
+                "they run again (%s)",
+                len(too_large),
+                step,
+                sizes,
+            )
 
     def rewind(self, step: int, has_ended: Callable[[EpisodeId], bool]) -> list[tuple[EpisodeId, Batch]]:
         """Undo what happened after the checkpoint at `step`; returns the episodes that it had buffered.
