@@ -47,6 +47,32 @@ def ends(pid: int) -> bool:
         os.close(descriptor)
 
 
+def test_workers_end_with_a_pool_that_nobody_closes():
+    """A script that makes a workflow for each step would collect processes until its end."""
+
+    async def scenario():
+        pool = CallPool(1)
+        return await pool.run(os.getpid, timeout_s=60)
+
+    assert ends(asyncio.run(scenario()))
+
+
+def test_a_forked_process_does_not_end_the_workers_of_a_pool():
+    async def scenario():
+        pool = CallPool(1)
+        try:
+            worker = await pool.run(os.getpid, timeout_s=60)
+            if (child := os.fork()) == 0:
+                pool.__del__()
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert await pool.run(os.getpid, timeout_s=60) == worker
+        finally:
+            pool.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("fn", "error"), [(start_child_and_hang, CallTimeout), (start_child_and_exit, CallError)])
 def test_children_of_a_call_that_fails_end_with_it(fn, error, tmp_path):
     async def scenario():

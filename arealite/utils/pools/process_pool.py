@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import fcntl
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -18,6 +19,7 @@ import pickle
 import signal
 import socket
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker, spawn
@@ -312,15 +314,30 @@ W = TypeVar("W", bound=WorkerProcess)
 
 
 class ProcessPool(Generic[W]):
-    """Workers that are ready or starting. Subclasses decide when to start one and which one gets a job."""
+    """Workers that are ready or starting. Subclasses decide when to start one and which one gets a job.
+
+    They end with the pool, also if nobody closes it: a script may make a workflow, and so a pool, for each step.
+    """
+
+    # Set by `__init__`, before which a subclass may raise.
+    _owner_pid = 0
 
     def __init__(self) -> None:
+        self._owner_pid = os.getpid()
         self.num_replaced = 0
         self.is_closed = False
         self._workers: list[W] = []
         self._starting: dict[asyncio.Task[None], W] = {}
-        # multiprocessing waits for non-daemon workers at exit.
-        atexit.register(self.close)
+        # multiprocessing waits for non-daemon workers at exit. A method would keep the pool until then.
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def __del__(self) -> None:
+        # Nobody waits for a worker: who does has a reference. A forked process does not own them.
+        if os.getpid() == self._owner_pid:
+            for worker in self._workers:
+                worker.kill()
+            atexit.unregister(self._at_exit)
 
     def _launch(self, worker: W) -> asyncio.Task[None]:
         """Start a worker in a task of its own, which goes on if the job that needs the worker is cancelled."""
@@ -367,4 +384,9 @@ class ProcessPool(Generic[W]):
             task.cancel()
         self._starting.clear()
         self._workers.clear()
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
+
+
+def _close(pool: weakref.ref[ProcessPool[Any]]) -> None:
+    if (found := pool()) is not None:
+        found.close()
