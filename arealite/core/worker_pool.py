@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import pickle
 import socket
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import load as load_tensors
 
+from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
@@ -47,10 +50,22 @@ RETRY_S = 30.0
 # Until a worker that does not answer a ping counts as blocked: an event loop that runs answers at once.
 MAX_SILENCE_S = 5
 MAX_ATTEMPTS = 3
+# Workflows that workers keep; others are sent again when they are used.
+MAX_WORKFLOWS = 16
+# Attributes that are the same if they are equal. Comparing others may be slow, or fail.
+_BY_VALUE = (bool, int, float, str, GenerationHyperparameters)
 
 
 class WorkerError(RuntimeError):
     """An exception that a workflow raised in a worker, with its traceback."""
+
+
+class _Kept(NamedTuple):
+    """A workflow that workers have by this number, with the attributes that it was sent with."""
+
+    number: int
+    workflow: RolloutWorkflow
+    attributes: list[Any]
 
 
 class WorkerPool(ProcessPool["RolloutWorker"]):
@@ -65,8 +80,8 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
         self._engine_args = (engine_class, config)
         self._server_state = server_state
         self._numbers = itertools.count()
-        # Keeps workflows alive, so that their ids are not reused.
-        self._workflows: dict[int, RolloutWorkflow] = {}
+        # By their ids, which are not reused while they are here; the last used is last.
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
 
     async def start(self) -> None:
         """Start all workers; raises `ServerError` if one cannot start."""
@@ -84,7 +99,6 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
 
         Generation requests are added to `log`, and `clock` gets the parts of the episode.
         """
-        self._workflows[id(workflow)] = workflow
         for _ in range(MAX_ATTEMPTS):
             while not self._workers:
                 await self._wait_for_worker()
@@ -92,8 +106,9 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             number, future = next(self._numbers), asyncio.get_running_loop().create_future()
             worker.waiting[number] = future
             try:
-                worker.send_workflow(workflow)
-                worker.send("run", number, (id(workflow), data, lane, log is not None))
+                kept = self._keep(workflow)
+                worker.send_workflow(kept.number, workflow)
+                worker.send("run", number, (kept.number, data, lane, log is not None))
                 kind, payload = await future
             except asyncio.CancelledError:
                 # The episode ran out of time: find out whether it blocks its worker.
@@ -113,6 +128,23 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             if kind == "result":
                 return None if payload[0] is None else load_tensors(payload[0])
         raise ServerError(f"{MAX_ATTEMPTS} workers in a row died or blocked while they ran the same episode")
+
+    def _keep(self, workflow: RolloutWorkflow) -> _Kept:
+        """Return the number of a workflow in the workers: a new one if a script has changed it since."""
+        attributes, kept = _attributes(workflow), self._kept.get(id(workflow))
+        if kept is None or not _are_same(attributes, kept.attributes):
+            if kept is not None:
+                self._forget(kept)
+            copies = [copy.deepcopy(a) if isinstance(a, GenerationHyperparameters) else a for a in attributes]
+            kept = self._kept[id(workflow)] = _Kept(next(self._numbers), workflow, copies)
+        self._kept.move_to_end(id(workflow))
+        if len(self._kept) > MAX_WORKFLOWS:
+            self._forget(self._kept.popitem(last=False)[1])
+        return kept
+
+    def _forget(self, kept: _Kept) -> None:
+        for worker in self._workers:
+            worker.forget_workflow(kept.number)
 
     def send_server_state(self) -> None:
         """Send all workers the state of the servers, after one was opened, closed, added or removed."""
@@ -184,6 +216,24 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
                 task.result()
 
 
+def _attributes(workflow: RolloutWorkflow) -> list[Any]:
+    """Return names and values of a workflow's attributes, also of workflows in it."""
+    found: list[Any] = []
+    for name, value in getattr(workflow, "__dict__", {}).items():
+        inner = value if isinstance(value, dict) else {name: value}
+        workflows = {key: own for key, own in inner.items() if isinstance(own, RolloutWorkflow)}
+        found += [name, value]
+        for key, own in workflows.items():
+            found += [key, own, *_attributes(own)]
+    return found
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _BY_VALUE) and a == b) for a, b in zip(now, before, strict=True)
+    )
+
+
 class RolloutWorker(WorkerProcess):
     """One worker process, which runs any number of episodes at once. `waiting` has a future for each."""
 
@@ -209,18 +259,24 @@ class RolloutWorker(WorkerProcess):
     def send(self, kind: str, number: int, payload: Any = None) -> None:
         self.channel.send((kind, number, payload))
 
-    def send_workflow(self, workflow: RolloutWorkflow) -> None:
+    def send_workflow(self, number: int, workflow: RolloutWorkflow) -> None:
         """Send a workflow unless the worker has it; raises `ConfigError` if it cannot be pickled."""
-        if id(workflow) in self._known_workflows:
+        if number in self._known_workflows:
             return
         try:
-            self.send("workflow", id(workflow), workflow)
+            self.send("workflow", number, workflow)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{type(workflow).__name__} cannot be sent to a worker process ({error}): define it and what it holds "
                 "at the top level of a module, or set rollout.num_workers=0"
             ) from error
-        self._known_workflows.add(id(workflow))
+        self._known_workflows.add(number)
+
+    def forget_workflow(self, number: int) -> None:
+        """Have the worker drop a workflow, with its processes, once none of its episodes runs."""
+        if number in self._known_workflows:
+            self._known_workflows.remove(number)
+            self.send("forget", number)
 
 
 def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
@@ -264,6 +320,8 @@ class _Worker:
             await self.engine.apply_server_state(payload)
         elif kind == "workflow":
             self.workflows[number] = payload
+        elif kind == "forget":
+            del self.workflows[number]
         elif kind == "ping":
             self.channel.send(("pong", number, None))
         elif kind == "cancel" and number in self.tasks:

@@ -1,6 +1,7 @@
 """Rollout workers: the same workflow code in other processes; no episode is lost with a worker."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -9,7 +10,8 @@ import time
 import pytest
 import torch
 
-from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.dataset_args import SOURCE_COLUMN
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core import worker_pool
@@ -17,6 +19,7 @@ from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerError, WorkerPool
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.utils.trace import tracing
+from arealite.workflow.by_source import BySource
 from tests.core.conftest import make_batch
 
 # NaNs, -0.0, …
@@ -77,6 +80,26 @@ class Pids(RolloutWorkflow):
         return batch
 
 
+class Reward:
+    """Something in a workflow that a worker has a copy of."""
+
+    def __init__(self):
+        self.value = 0.0
+
+
+class Changing(RolloutWorkflow):
+    """Returns what a script sets between steps, and how many workflows its process has."""
+
+    def __init__(self):
+        self.factor, self.gconfig, self.reward = 1.0, GenerationHyperparameters(temperature=1.0), Reward()
+
+    async def arun_episode(self, engine, data):
+        reward = self.factor * self.gconfig.temperature + self.reward.value
+        gc.collect()
+        number = sum(type(found) is Changing for found in gc.get_objects())
+        return make_batch(number, reward=reward)
+
+
 @pytest.fixture
 def executor():
     config = InferenceEngineConfig(batch_timeout_s=60, max_head_offpolicyness=8)
@@ -102,6 +125,32 @@ def test_episodes_run_in_other_processes_with_the_same_results(executor):
     counts = executor.staleness.counts
     assert (counts.failed, counts.rejected) == (1, 1)
     counts.check()
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_workflow_that_a_script_changes_is_changed_in_workers(executor, is_inner):
+    inner = Changing()
+    workflow = BySource({"set": inner}) if is_inner else inner
+    expected = [1.0, 2.0, 1.0, 8.0]
+    for step in range(4):
+        if step == 1:
+            inner.factor = 2.0
+        if step == 2:
+            inner.gconfig.temperature = 0.5
+        if step == 3:
+            inner.reward = Reward()
+            inner.reward.value = 7.0
+        row = {"x": step, SOURCE_COLUMN: "set"}
+        batch = executor.rollout_batch([row, row], workflow)
+        assert batch["rewards"][::2].tolist() == [expected[step]] * 2
+
+
+def test_workers_drop_workflows_that_are_not_used_any_more(executor, monkeypatch):
+    monkeypatch.setattr(worker_pool, "MAX_WORKFLOWS", 2)
+    for _ in range(6):
+        numbers = executor.rollout_batch([{"x": 0}] * 4, Changing())["input_ids"][:, 0]
+    # Those that are kept, and that of the next episode, which came before its order to forget the oldest.
+    assert int(numbers.max()) <= 3
 
 
 def test_parts_of_traced_episodes_come_back_from_workers(executor):
