@@ -14,6 +14,7 @@ import pytest
 from arealite.reward.pool import RewardPool
 from arealite.utils.pools import process_pool
 from arealite.utils.pools.call_pool import CallError, CallPool, CallTimeout
+from arealite.utils.pools.job_pool import serve_jobs
 from arealite.utils.pools.process_pool import WorkerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,10 @@ def start_child_and_hang(path: str) -> None:
 def start_child_and_exit(path: str) -> None:
     Path(path).write_text(str(start_child()))
     os._exit(3)
+
+
+def answer_at_once(owner, job):
+    return b"answer"
 
 
 def ends(pid: int) -> bool:
@@ -55,6 +60,26 @@ def test_workers_end_with_a_pool_that_nobody_closes():
         return await pool.run(os.getpid, timeout_s=60)
 
     assert ends(asyncio.run(scenario()))
+
+
+def test_a_worker_whose_owner_has_not_read_its_answer_ends_without_an_error(capfd):
+    async def scenario():
+        worker = WorkerProcess(serve_jobs, (answer_at_once,), __name__, "test")
+        await worker.start()
+        worker.channel.send(b"job")
+        readable = asyncio.Event()
+        asyncio.get_running_loop().add_reader(worker.channel._socket, readable.set)
+        try:
+            async with asyncio.timeout(60):
+                await readable.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(worker.channel._socket)
+            worker.channel._socket.close()
+        worker.process.join(60)
+        return worker.process.exitcode
+
+    assert asyncio.run(scenario()) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_forked_process_does_not_end_the_workers_of_a_pool():

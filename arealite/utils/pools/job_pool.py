@@ -82,7 +82,8 @@ def serve_jobs(sock: socket.socket, answer: Callable[[Connection, bytes], bytes]
     while True:
         try:
             job = owner.recv()
-        except EOFError:
+        # A reset: the owner ended before it had read the last answer.
+        except (EOFError, ConnectionResetError):
             return
         message = answer(owner, job)
         if os.getpid() != own_pid:
