@@ -32,8 +32,8 @@ _DATASETS = ("train_dataset", "valid_dataset")
 
 
 @dataclass
-class LaunchConfig:
-    """The keys that a launcher reads. A script's configuration may have any others."""
+class _ReadKeys:
+    """The keys that a launcher reads as they are. A script's configuration may have any others."""
 
     experiment_name: str = "run"
     trial_name: str = "trial"
@@ -47,7 +47,15 @@ class LaunchConfig:
     tokenizer_path: str | None = None
     controller: bool = False
     dashboard: bool | int = False
-    # The fields below are derived from other sections of the script's configuration.
+
+
+@dataclass
+class LaunchConfig(_ReadKeys):
+    """What a launcher knows of a configuration: keys, and what is derived from other sections.
+
+    A script may use the names of the derived fields for keys of its own.
+    """
+
     model_path: str = ""
     train_device: str = "auto"
     setup_timeout_s: float = 300.0
@@ -98,7 +106,7 @@ def read_launch_config(script: str, argv: list[str], has_controller_mode: bool =
     """Load what `argv` configures `script` with. Raises for all that the script would reject."""
     tree = _parse(script) if script.endswith(".py") else None
     node = _resolve(script, tree, argv) if tree is not None else None
-    config = _pick_keys(load_plain(argv, LaunchConfig) if node is None else node)
+    config = _pick_keys(load_plain(argv, _ReadKeys) if node is None else node)
     config.reads_datasets = tree is not None and _reads_datasets(tree)
     config.trains_reward_model = tree is not None and _config_class_name(tree) == cli_args.RWConfig.__name__
     if config.controller and not has_controller_mode:
@@ -206,8 +214,8 @@ def _section(values: Any, name: str) -> Any:
 
 
 def _pick_keys(values: Any) -> LaunchConfig:
-    """Pick the keys of `LaunchConfig`; missing ones get their defaults."""
-    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    """Pick the keys that launchers read, and derive the rest; missing keys get their defaults."""
+    known = {f.name for f in dataclasses.fields(_ReadKeys)}
     picked = {str(k): v for k, v in values.items() if k in known}
     try:
         config = OmegaConf.to_object(OmegaConf.unsafe_merge(schema_of(LaunchConfig), picked))

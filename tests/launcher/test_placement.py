@@ -443,6 +443,24 @@ def test_a_script_with_its_own_class_runs_in_check_mode(tmp_path):
         read_launch_config(str(script), [*BASE, "actor.path=m", "horizn=5"])
 
 
+def test_keys_of_a_script_may_be_named_like_what_launchers_derive(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from dataclasses import dataclass, field\n"
+        "from arealite.api.cli_args import GRPOConfig\n"
+        "from arealite.utils.config import load_config, run_main\n"
+        "@dataclass\nclass Mine(GRPOConfig):\n"
+        "    model_path: str | None = None\n"
+        "    lora_rank: str = 'auto'\n"
+        "    models: dict[str, str] = field(default_factory=lambda: {'judge': 'm2'})\n"
+        "def main(argv):\n    load_config(argv, Mine)\n"
+        "run_main(main)\n"
+    )
+    found = read_launch_config(str(script), [*BASE, "actor.path=m", "model_path=other"])
+    assert (found.model_path, found.lora_rank, found.models) == ("m", 0, ["actor"])
+    assert "model_path: other" in found.resolved_yaml and "judge: m2" in found.resolved_yaml
+
+
 def test_a_script_without_load_config_may_have_any_keys(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("print('hello')\n")
