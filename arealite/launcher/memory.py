@@ -218,7 +218,8 @@ class _Servers:
         flag, default = _SHARES[self.backend]
         flags = BACKENDS[self.backend].shared_gpu_flags if self.halved else {}
         share = float((flags | dict(self.values.get(self.backend) or {})).get(flag, default))
-        weights = 2.0 * self.size.parameters / self.config.tensor_parallel
+        stages = self.placement.mode.gen.pipeline if self.placement.mode.gen else 1
+        weights = 2.0 * stage_parameters(self.size, stages) / self.config.tensor_parallel
         rest = max(0.0, share * (total or 0.0) - weights)
         return Needs(
             {"weights": weights, "KV cache and graphs": rest}, notes={"KV cache and graphs": f"{flag}={share}"}

@@ -133,9 +133,9 @@ class Layout:
             dtype="bfloat16", tensor_parallel=self.gen.tensor, max_running_requests=self.max_running,
             context_length=round(workload.longest_sequence),
         )  # fmt: skip
-        kv_token = kv_bytes(size, self.gen.tensor)
+        kv_token = kv_bytes(size, self.gen)
         if self.mode.gen_backend in _SHARES:
-            weights = _ITEM * size.parameters / self.gen.tensor
+            weights = _ITEM * stage_parameters(size, self.gen.pipeline) / self.gen.tensor
             cache = _SHARES[self.mode.gen_backend or ""] * total - weights
             server = weights + max(cache, 0.0)
         else:
@@ -161,18 +161,19 @@ class Layout:
 
     def server_cost(self, memory: Memory) -> ServerCost:
         """Return the costs of one server: a roofline with the efficiencies of its backend."""
-        size, gpu, shards = self.model, self.gpu, self.gen.instance_size
+        size, gpu, shards, tensor = self.model, self.gpu, self.gen.instance_size, self.gen.tensor
         backend = hardware.BACKENDS[self.mode.gen_backend or "embedded"]
         flops, active = gpu.flops * shards, active_parameters(size)
         # Two all-reduces a layer.
-        reduces = 2 * size.layers * (shards > 1)
-        moved = reduces * 2 * _ITEM * size.hidden * (shards - 1) / shards / (gpu.link * hardware.LINK_EFFICIENCY)
+        reduces = 2 * size.layers * (tensor > 1)
+        moved = reduces * 2 * _ITEM * size.hidden * (tensor - 1) / tensor / (gpu.link * hardware.LINK_EFFICIENCY)
         return ServerCost(
             step_s=backend.step_s + reduces * hardware.REDUCE_S,
-            weights_s=_ITEM * active / shards / (gpu.bandwidth * backend.weights),
+            # Stages work at the same time, each on its part of the sequences, for which it reads its weights anew.
+            weights_s=_ITEM * active / tensor / (gpu.bandwidth * backend.weights),
             compute_s=2 * active / (flops * backend.compute),
             sequence_s=backend.sequence_s + moved,
-            context_s=kv_bytes(size, shards) / (gpu.bandwidth * backend.cache),
+            context_s=kv_bytes(size, self.gen) / (gpu.bandwidth * backend.cache),
             prompt_s=2 * active / (flops * backend.prefill) + moved,
             request_s=backend.step_s,
             max_running=self.max_running,
@@ -244,9 +245,9 @@ class Layout:
         return UpdateCost(publish_s=copy_s + 0.05, load_s=copy_s + 0.1, pause_s=0.01, is_swap=is_swap)
 
 
-def kv_bytes(size: ModelSize, shards: int) -> float:
-    """Return the bytes of keys and values of a token on one of `shards` devices."""
-    return 2.0 * size.layers * -(-size.kv_heads // shards) * size.head_dim * _ITEM
+def kv_bytes(size: ModelSize, layout: ParallelStrategy) -> float:
+    """Return the bytes of keys and values of a token on one device of a server."""
+    return 2.0 * size.layers / layout.pipeline * -(-size.kv_heads // layout.tensor) * size.head_dim * _ITEM
 
 
 def active_parameters(size: ModelSize) -> float:

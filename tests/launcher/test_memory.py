@@ -108,6 +108,13 @@ def test_more_ranks_hold_less_each(show):
     assert four < one and tensor < one
 
 
+def test_a_pipeline_stage_of_a_server_holds_its_layers(show, models):
+    text = show("7B", "cluster.gpu_memory_gib=24", "cluster.n_gpus_per_node=4", sides="vllm.d1p2+d1")
+    # Half of the layers, and embedding or head: 3.8 of 7.6 billion numbers in 16 bits.
+    assert "server 0 22.3: weights 7.1, KV cache and graphs 14.5" in text
+    assert "WILL NOT FIT: node 0 gpu 0" not in text
+
+
 def test_further_models_add_their_weights(show, models):
     base = ("cluster.gpu_memory_gib=139.8", "actor.max_tokens_per_mb=4096")
     alone = total_of(show("0.5B", *base), "rank 0")

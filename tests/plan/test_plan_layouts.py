@@ -62,6 +62,17 @@ def test_named_sizes_have_the_parameters_of_their_name():
         assert size.parameters / 1e9 == pytest.approx(float(name[:-1]), rel=0.2), name
 
 
+def test_pipeline_stages_of_servers_hold_their_own_layers():
+    """A model of 72B in 16 bits fits into four stages of 80 GiB, with a cache as large as with four tensor ranks."""
+    layouts = [Layout.parse(f"vllm.d1{side}+d8t8", find_model("72B"), GPUS["H100"]) for side in ("p4", "t4")]
+    stages, ranks = (layout.memory(CONSTANT) for layout in layouts)
+    assert not stages.problem and stages.cache_tokens == pytest.approx(ranks.cache_tokens, rel=0.05)
+    cost, other = layouts[0].server_cost(stages), layouts[1].server_cost(ranks)
+    assert cost.context_s == other.context_s
+    # Each stage reads its weights for each part of the sequences, but stages exchange no sums.
+    assert cost.weights_s == 4 * other.weights_s and cost.step_s < other.step_s
+
+
 def test_memory_is_that_of_dry_run(tmp_path, capsys):
     """`arealite plan SCRIPT.py` uses the estimates of --dry-run; the prediction must not tell another story."""
     config = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
