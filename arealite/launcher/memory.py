@@ -275,7 +275,8 @@ def _engine_needs(
         # Without a known device as much as the engine takes at most.
         stage_trained = whole if train.pipeline > 1 else own
         summed = stage_trained if own and sums_gradients(config, train) else 0.0
-        room = 10e12 if free is None else free - reserved_bytes(config, own, whole, summed)
+        gathered = without_low_bit(size, config).gathered_at_once(train, whole)
+        room = 10e12 if free is None else free - reserved_bytes(config, own, gathered, summed)
         plan = choose_sizes(size, config, room)
     tokens = _step_tokens(name, size, train, values)
     return training_needs(size, config, plan, on_gpu, train, tokens, scalar_head=has_scalar_head)

@@ -152,7 +152,8 @@ class Layout:
         weights = 4 * whole * train.pipeline / train.world_size
         free = total - CUDA_CONTEXT - weights
         stage_trained = whole if train.pipeline > 1 else own
-        room = free - reserved_bytes(config, own, whole, stage_trained if sums_gradients(config, train) else 0.0)
+        summed = stage_trained if sums_gradients(config, train) else 0.0
+        room = free - reserved_bytes(config, own, size.gathered_at_once(train, whole), summed)
         sizes = choose_sizes(size, config, room)
         rows = -(-workload.prompts * workload.samples // train.data)
         tokens = round(rows * min(workload.longest_sequence, size.context))

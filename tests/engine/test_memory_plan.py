@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.errors import TrainingError
 from arealite.engine.fsdp.memory import explains_out_of_memory, plan_memory
@@ -90,6 +91,28 @@ def test_beside_a_server_less_is_planned(model, half_billion, monkeypatch):
 
     room = 2 * GB + 2 * half_billion.parameters
     assert planned(60 * GB, free) == planned(1 * GB, free - room) < planned(1 * GB, free)
+
+
+def test_weights_of_other_ranks_count_by_layers(monkeypatch):
+    """FSDP gathers one layer after another: room for all of them would leave none for tokens."""
+    config_of = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=48, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of)
+    parameters = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0.0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0.0)
+
+    embedding = 896 * 8192
+    gathered = 4 * (embedding + 2 * (parameters - embedding) / 48)
+    # Gradients and optimizer states of all layers, and what is gathered in 16 bits.
+    free = 12 * parameters + 2 * gathered + 3 * GB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+    found = plan_memory(model, config(), "cuda", ParallelStrategy(data=8))
+    assert found == choose_sizes(ModelSize.of(config_of.to_dict(), parameters), config(), 3 * GB)
+    assert found.max_tokens_per_mb > 4096
 
 
 def test_out_of_memory_says_what_to_set():

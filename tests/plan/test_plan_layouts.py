@@ -73,6 +73,13 @@ def test_pipeline_stages_of_servers_hold_their_own_layers():
     assert cost.weights_s == 4 * other.weights_s and cost.step_s < other.step_s
 
 
+@pytest.mark.parametrize(("model", "layout", "least"), [("32B", "d16", 16384), ("72B", "d8t8", 16384)])
+def test_large_models_on_many_devices_have_large_micro_batches(model, layout, least):
+    memory = Layout.parse(f"vllm.d1t8+{layout}", find_model(model), GPUS["H100"]).memory(CONSTANT)
+    assert not memory.problem and memory.trainer_gib < 0.9 * memory.device_gib
+    assert memory.sizes.max_tokens_per_mb >= least
+
+
 def test_memory_is_that_of_dry_run(tmp_path, capsys):
     """`arealite plan SCRIPT.py` uses the estimates of --dry-run; the prediction must not tell another story."""
     config = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}

@@ -58,8 +58,8 @@ def plan_memory(
     trained = sum(own for own, is_trained, _ in sizes if is_trained)
     layout, whole = layout or ParallelStrategy(), sum(full for *_, full in sizes)
     stage_trained = sum(full for _, is_trained, full in sizes if is_trained) if layout.pipeline > 1 else trained
-    free -= reserved_bytes(config, trained, whole, stage_trained if sums_gradients(config, layout) else 0.0)
-    size = ModelSize.of(model.config.to_dict(), whole)
+    size, summed = ModelSize.of(model.config.to_dict(), whole), stage_trained if sums_gradients(config, layout) else 0.0
+    free -= reserved_bytes(config, trained, size.gathered_at_once(layout, whole), summed)
     return choose_sizes(size, config, _smallest_of_ranks(free))
 
 

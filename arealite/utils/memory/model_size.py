@@ -12,6 +12,8 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from arealite.api.alloc_mode import ParallelStrategy
+
 # A header that is longer is damaged.
 _LONGEST_HEADER = 1 << 28
 # Families whose layers have two matrices after attention instead of three.
@@ -102,6 +104,18 @@ class ModelSize:
     def gathered_parameters(self, expert_ranks: int) -> float:
         """Parameters that FSDP gathers for a pass if experts are divided over so many ranks."""
         return self.parameters - self.expert_parameters * (1 - 1 / expert_ranks)
+
+    def gathered_at_once(self, layout: ParallelStrategy, stage: float) -> float:
+        """Return for how many parameters of a stage a rank needs room in the compute type during a pass.
+
+        FSDP frees a layer that is divided over ranks before it gathers the next but one; embedding and head stay. Their
+        gradients, in the compute type and in 32 bits, count as three more. A pipeline stage, and what `d` and `c` do
+        not divide, is there for all of a step.
+        """
+        if layout.pipeline > 1 or layout.data * layout.context == 1:
+            return stage / layout.tensor
+        at_once = self.ends + 2 * max(0.0, stage - self.ends) / self.layers
+        return min(stage, 4 * at_once) / layout.tensor
 
     def copies(self, expert_ranks: int) -> float:
         """Ranks of an expert group to which a token is sent, if all experts are equally likely."""
