@@ -130,7 +130,7 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
         left = None if free is None else free - used
         processes += _ranks(job, place, values, sizes, left)
         name = f"node {place[0]} gpu {place[1]}" if on_gpu else f"node {place[0]} host"
-        devices.append(Device(name, free, processes))
+        devices += [Device(name, free, processes)] if processes else []
     return devices + (_hosts(placement, devices, host) if job.on_gpu else [])
 
 
@@ -142,8 +142,8 @@ def _hosts(placement: Placement, devices: list[Device], total: float | None) -> 
         processes = []
         for process in here:
             engines = {name: Needs(needs.host) for name, needs in process.engines.items() if needs.host}
-            loads = process.name == "rank 0" or process.name.startswith("server")
-            size = len(placement.ranks) if process.name == "rank 0" else 1
+            loads = process.name.endswith("rank 0") or process.name.startswith("server")
+            size = max(1, placement.mode.train_world_size) if process.name.endswith("rank 0") else 1
             largest = max(
                 needs.loaded or size * (needs.lasting | needs.host).get("weights", 0.0)
                 for needs in process.engines.values()
@@ -173,7 +173,7 @@ def _places(placement: Placement) -> list[Place]:
     for server in placement.servers:
         for node, devices in server.places:
             found += [(node, d) for d in devices if placement.on_gpu] or [(node, None)]
-    for rank in placement.ranks:
+    for *_, rank in placement.trainers:
         found.append((rank.node, rank.device if placement.on_gpu else None))
     return sorted(set(found), key=lambda place: (place[0], -1 if place[1] is None else place[1]))
 
@@ -194,7 +194,9 @@ class _Servers:
     def on(self, place: Place, total: float | None) -> list[Process]:
         """Return the servers, or parts of servers, on one device."""
         node, device = place
-        here = [s for s in self.placement.servers for n, d in s.places if n == node and (device is None or device in d)]
+        own = [(s, d) for s in self.placement.servers for n, d in s.places if n == node]
+        # Servers with a GPU are not on the host, too.
+        here = [s for s, d in own if (device in d if d and self.placement.on_gpu else device is None)]
         if not here or self.size is None:
             return []
         context = CUDA_CONTEXT if device is not None else PROCESS
@@ -232,12 +234,12 @@ def _ranks(
     """Yield the trainer ranks on one device, which has `left` bytes besides its servers."""
     placement, (node, device) = job.placement(), place
     scalar = {"critic", "model"} if job.config.trains_reward_model else {"critic"}
-    for rank in placement.ranks:
+    for process, engine, rank in placement.trainers:
         if rank.node != node or (device is not None and rank.device != device) or placement.mode.train is None:
             continue
         if device is None and placement.on_gpu and rank.device is not None:
             continue
-        names = [name for name in (*_TRAINED, *_FROZEN) if _has_model(values, name)]
+        names = [n for n in (*_TRAINED, *_FROZEN) if _has_model(values, n) and engine in (None, n)]
         context = CUDA_CONTEXT if device is not None else PROCESS
         configs = {name: _engine_config(name, values[name]) for name in names}
         models = {name: sizes[str(values[name]["path"])] for name in names}
@@ -254,7 +256,7 @@ def _ranks(
             # One for all engines of a process.
             needs.lasting.pop("communication", None)
         if engines:
-            yield Process(f"rank {rank.rank}", context, engines)
+            yield Process(process, context, engines)
 
 
 def _engine_needs(

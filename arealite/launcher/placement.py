@@ -47,6 +47,8 @@ class Placement:
     threads: int
     on_gpu: bool
     engines: tuple[str, ...] = ()
+    # Where they fit, by engine: Ray may choose other devices of the same kind.
+    engine_ranks: tuple[tuple[str, RankPlacement], ...] = ()
     # Addresses of servers that already run (`rollout.server_addrs`); then `servers` is empty.
     external_servers: tuple[str, ...] = ()
 
@@ -55,6 +57,13 @@ class Placement:
 
     def ranks_on(self, node: int) -> list[RankPlacement]:
         return [rank for rank in self.ranks if rank.node == node]
+
+    @property
+    def trainers(self) -> list[tuple[str, str | None, RankPlacement]]:
+        """Processes with models, by name; the second is the only engine of a process in controller mode."""
+        if self.engines:
+            return [(f"{engine} rank {rank.rank}", engine, rank) for engine, rank in self.engine_ranks]
+        return [(f"rank {rank.rank}", None, rank) for rank in self.ranks]
 
     @property
     def shares_gpus(self) -> bool:
@@ -150,9 +159,14 @@ def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -
     _check_spread(config, servers, nodes)
     rank_slots = slots[num_gen:] if num_train and not engines else None
     ranks = _place_ranks(1 if engines else max(1, mode.train_world_size), rank_slots, len(nodes))
+    engine_ranks = []
+    for i, engine in enumerate(engines):
+        own = slots[num_gen + i * mode.train_world_size :] if num_train else None
+        engine_ranks += [(engine, rank) for rank in _place_ranks(mode.train_world_size, own, len(nodes))]
     num_processes = len(servers) + len(ranks) + mode.train_world_size * len(engines)
     threads = config.launcher.threads_per_process or _threads_per_process(-(-num_processes // len(nodes)))
-    return Placement(mode, servers, tuple(ranks), threads, on_gpu, engines, tuple(config.server_addrs))
+    running = tuple(config.server_addrs)
+    return Placement(mode, servers, tuple(ranks), threads, on_gpu, engines, tuple(engine_ranks), running)
 
 
 def _threads_per_process(num_processes: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -106,6 +107,22 @@ def test_more_ranks_hold_less_each(show):
     )
     tensor = total_of(show("7B", "cluster.gpu_memory_gib=139.8", sides="embedded.d1+d2t2"), "rank 0")
     assert four < one and tensor < one
+
+
+def test_engines_of_a_driver_have_devices_of_their_own(show, models):
+    """In controller mode each engine is alone on its GPUs: what does not fit there must be said."""
+    devices = ("controller=true", "cluster.n_gpus_per_node=2", f"ref.path={models / '0.5B'}", "actor.kl_ctl=0.1")
+    text = show("7B", *devices, "cluster.gpu_memory_gib=80", sides="embedded.d1+d2")
+    for place, process in (("node 0 gpu 1 to", "actor rank 0"), ("node 1 gpu 1 to", "ref rank 0")):
+        assert re.search(rf"{place} node \d gpu 0, each: .*\n +{process} ", text), text
+    assert "optimizer 28.4" in text and text.count(" KV cache ") == 1
+    # 7.6 billion numbers in 32 bits, their gradients and states do not fit into two of these.
+    assert "WILL NOT FIT: node 0 gpu 1 " in show("7B", *devices, "cluster.gpu_memory_gib=40", sides="embedded.d1+d2")
+
+
+def test_servers_on_gpus_do_not_count_for_the_host_again(show):
+    text = show("0.5B", "cluster.gpu_memory_gib=80", sides="vllm.d1+eval")
+    assert text.count("server 0 ") == 2 and text.count("KV cache") == 1, text
 
 
 def test_a_pipeline_stage_of_a_server_holds_its_layers(show, models):
