@@ -7,6 +7,7 @@ from pathlib import Path
 
 from arealite.api.errors import ConfigError
 from arealite.utils.memory.model_size import ModelSize, read_model_size
+from arealite.utils.model_config import check_sizes
 
 _VOCAB = 151_936
 
@@ -46,8 +47,11 @@ def find_model(name: str) -> ModelSize:
     named = MODELS.get(name.upper())
     if named is not None:
         return named
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        check_sizes(folder)
     size = read_model_size(name)
     if size is None:
-        where = "its config.json leaves sizes out" if Path(name).is_dir() else "there is no such folder or cached model"
+        where = "its config.json leaves sizes out" if folder.is_dir() else "there is no such folder or cached model"
         raise ConfigError(f"the sizes of {name!r} are not known: {where}. Named sizes: {', '.join(MODELS)}")
     return size

@@ -56,13 +56,16 @@ def check_model(path: str | Path) -> None:
         raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     config = _read_object(folder / "config.json")
     _check_family(config, folder)
-    text = config.get("text_config", config)
-    for part in (config, text if isinstance(text, dict) else {}):
-        _check_values(part, folder)
+    _check_parts(config, folder)
     if (folder / "generation_config.json").exists():
         _read_object(folder / "generation_config.json")
     if (folder / "model.safetensors.index.json").exists():
         _check_index(folder)
+
+
+def check_sizes(folder: Path) -> None:
+    """Raise `ConfigError` if a folder's config.json is damaged. Its family may be any."""
+    _check_parts(_read_object(folder / "config.json"), folder)
 
 
 def check_stages(family: str, num_layers: int | None, num_stages: int) -> None:
@@ -182,6 +185,12 @@ def _known_families() -> frozenset[str]:
             pairs = [pair for pair in ast.walk(node.value) if isinstance(pair, ast.Tuple)]
             names |= {str(pair.elts[0].value) for pair in pairs if isinstance(pair.elts[0], ast.Constant)}
     return frozenset(names)
+
+
+def _check_parts(config: dict[str, Any], folder: Path) -> None:
+    text = config.get("text_config", config)
+    for part in (config, text if isinstance(text, dict) else {}):
+        _check_values(part, folder)
 
 
 def _check_values(config: dict[str, Any], folder: Path) -> None:

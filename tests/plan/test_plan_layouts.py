@@ -57,6 +57,22 @@ def test_training_is_as_fast_as_measured_on_an_h200(model, measured):
     assert again.train_cost(layout.memory(CONSTANT)).token_s == pytest.approx(cost.token_s * 8 / 6)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"hidden_size": 64', "config.json cannot be read"),
+        ("[1]", "holds a list, expected an object"),
+        ('{"hidden_size": "64", "vocab_size": 9}', "hidden_size is the text '64', expected a positive integer"),
+        ('{"text_config": {"num_hidden_layers": 1.5}}', "num_hidden_layers is 1.5"),
+        ("{}", "its config.json leaves sizes out"),
+    ],
+)
+def test_a_damaged_config_of_a_model_is_named(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        find_model(str(tmp_path))
+
+
 def test_named_sizes_have_the_parameters_of_their_name():
     for name, size in MODELS.items():
         assert size.parameters / 1e9 == pytest.approx(float(name[:-1]), rel=0.2), name
