@@ -33,9 +33,9 @@ _EXAMPLES = (
 SWEPT = ("eta", "servers", "prompts", "samples", "lengths", "reward-s")
 _UNUSED = {
     "--gpus": ("crash", "servers", "interrupt", "steps"),
-    "--layout": ("interrupt",),
-    "--from": ("model", "max-running", "prox-logp"),
-    "--calibrated": ("model", "max-running", "prox-logp"),
+    "--layout": ("interrupt", "backend"),
+    "--from": ("model", "max-running", "prox-logp", "gpu", "backend"),
+    "--calibrated": ("model", "max-running", "prox-logp", "gpu", "backend"),
 }
 # Options of a search that a prediction of one layout has, too; the backend is part of a layout's name.
 _OF_ONE_LAYOUT = (
@@ -78,6 +78,8 @@ def _refuse_unused(parser: ArgumentParser, options: Namespace) -> None:
         for name in names if getattr(options, source.removeprefix("--").replace("from", "run_dir")) is not None else ():
             if getattr(options, name.replace("-", "_")) != parser.get_default(name.replace("-", "_")):
                 raise ConfigError(f"--{name} has no effect with {source}: leave it out")
+    if options.tool_s is not None and options.turns in (None, 1) and not (options.run_dir or options.calibrated):
+        raise ConfigError("--tool-s is the time between two turns: give --turns, too")
 
 
 def _parser() -> ArgumentParser:
