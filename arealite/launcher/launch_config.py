@@ -137,7 +137,8 @@ def _parse(script: str) -> ast.Module:
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")
     try:
-        return ast.parse(Path(script).read_text())
+        # Bytes, as Python reads them: a script may begin with a byte order mark, or name its encoding.
+        return ast.parse(Path(script).read_bytes())
     except SyntaxError as error:
         raise ConfigError(f"{script} is not valid Python: line {error.lineno}: {error.msg}") from error
 

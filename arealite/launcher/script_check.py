@@ -41,7 +41,7 @@ def check_source(config: LaunchConfig, script: str, runs_here: bool) -> None:
         return
     if not script.endswith(".py"):
         return _check_module(script, runs_here)
-    tree = ast.parse(Path(script).read_text())
+    tree = ast.parse(Path(script).read_bytes())
     if runs_here:
         _check_imports(tree, Path(script))
     for call in _calls(tree, "load_tokenizer"):
@@ -58,7 +58,7 @@ def rehearse(job: Job) -> None:
     # workflow of the user's own, which checks the first row, by `ppo`.
     runs_own_code = script.stem == "custom" or (script.stem == "ppo" and job.config.names_workflow)
     is_own = script.suffix == ".py" and (runs_own_code or not script.is_relative_to(_PACKAGE))
-    if not is_own or not _has_end(ast.parse(script.read_text())):
+    if not is_own or not _has_end(ast.parse(script.read_bytes())):
         return
     print("checking the script up to where its engines start", flush=True)
     activity.note_output()

@@ -13,6 +13,7 @@ from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.placement import local_slots, make_placement, visible_gpus
+from arealite.launcher.script_check import check_source
 from arealite.launcher.servers import halve_gpu_memory, prepare_server
 from arealite.utils.config import load_config
 from arealite.utils.rundir import RunDir
@@ -459,6 +460,17 @@ def test_keys_of_a_script_may_be_named_like_what_launchers_derive(tmp_path):
     found = read_launch_config(str(script), [*BASE, "actor.path=m", "model_path=other"])
     assert (found.model_path, found.lora_rank, found.models) == ("m", 0, ["actor"])
     assert "model_path: other" in found.resolved_yaml and "judge: m2" in found.resolved_yaml
+
+
+@pytest.mark.parametrize(("start", "encoding"), [("", "utf-8-sig"), ("# -*- coding: latin-1 -*-\n# é\n", "latin-1")])
+def test_a_script_is_read_in_its_encoding(tmp_path, start, encoding):
+    """Python runs a script with a byte order mark, as editors on Windows write it, and one in Latin-1."""
+    script = tmp_path / "script.py"
+    code = "from arealite.api.cli_args import GRPOConfig\nload_config(argv, GRPOConfig)\n"
+    script.write_text(start + code, encoding=encoding)
+    found = read_launch_config(str(script), [*BASE, "actor.path=m"])
+    check_source(found, str(script), runs_here=True)
+    assert found.model_path == "m"
 
 
 def test_a_script_without_load_config_may_have_any_keys(tmp_path):
