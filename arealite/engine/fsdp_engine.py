@@ -236,7 +236,6 @@ class FSDPEngine(TrainEngine):
         start = time.perf_counter()
         self._module.train()
         micro_batches = self._micro_batches(batch)
-        self._module.routing.begin_step(len(micro_batches))
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = clip_gradients(self.model, self.config.optimizer.gradient_clipping, self._partial, self.layout)
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
@@ -282,6 +281,7 @@ class FSDPEngine(TrainEngine):
             return loss * (self.dp_size * self.parallel.context * share)
 
         if backward:
+            self._module.routing.begin_step(len(micro_batches), weight * share)
             stats |= self._passes.backward(micro_batches, self._settings, loss_of)
         else:
             for mb, outputs in zip(micro_batches, self._passes.outputs(micro_batches, self._settings), strict=True):

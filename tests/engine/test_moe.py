@@ -18,6 +18,7 @@ from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.fsdp.micro_batches import MicroBatchCount
 from arealite.engine.fsdp.routing import WEIGHTS
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
@@ -199,6 +200,24 @@ def test_the_balancing_loss_has_the_gradient_of_its_formula(model_dirs):
     (0.3 * sum(losses) / len(losses)).backward()
     for grad, block in zip(grads[0.3], expert_blocks(reference), strict=True):
         torch.testing.assert_close(grad, block.router.weight.grad, atol=1e-7, rtol=1e-4)
+
+
+def test_the_balancing_loss_has_the_same_gradient_in_float16(model_dirs):
+    """There gradients of the other losses are divided by the number of tokens after the passes only."""
+    added = {}
+    for dtype in ("float32", "float16"):
+        grads = {}
+        for coef in (0.0, 0.3):
+            config = engine_config(model_dirs["mixtral"], router_aux_loss_coef=coef)
+            engine = FSDPLMEngine(replace(config, dtype=dtype, param_dtype=dtype, max_tokens_per_mb=16))
+            engine.initialize(SPEC)
+            engine.optimizer.step = engine.optimizer.zero_grad = lambda *a, **k: None
+            engine.config.optimizer.gradient_clipping = 0.0
+            engine.train_lm(random_batch([9, 14, 12]))
+            grads[coef] = [block.router.weight.grad.float() for block in expert_blocks(engine.model)]
+        added[dtype] = torch.stack(grads[0.3]) - torch.stack(grads[0.0])
+    assert added["float32"].norm() > 1e-4
+    assert (added["float16"] - added["float32"]).norm() < 0.05 * added["float32"].norm()
 
 
 def test_correction_biases_move_towards_equal_load_and_reach_the_server(model_dirs, tmp_path):

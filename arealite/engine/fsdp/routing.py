@@ -136,11 +136,11 @@ class Routing:
         self.load[number] = self.load[number].to(logits.device) + one_hot.sum(dim=0)
         self.totals[number] = self.totals[number].to(logits.device) + torch.stack(totals)
 
-    def begin_step(self, num_micro_batches: int) -> None:
-        """Begin the passes of a training step."""
+    def begin_step(self, num_micro_batches: int, factor: float) -> None:
+        """Begin the passes of a training step, whose gradients are divided by `factor` after them."""
         if self.aux_loss_coef and self.layers:
             # FSDP averages gradients over its ranks, so this is a mean over ranks, micro-batches and layers.
-            self.balance = torch.tensor(self.aux_loss_coef / (num_micro_batches * len(self.layers)))
+            self.balance = torch.tensor(factor * self.aux_loss_coef / (num_micro_batches * len(self.layers)))
 
     @torch.no_grad()
     def end_step(self, layout: Layout | None) -> Stats:
