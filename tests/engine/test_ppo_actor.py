@@ -162,6 +162,18 @@ def test_equal_rewards_make_an_idle_step(model_dirs):
     assert torch.equal(before, parameters(actor))
 
 
+@pytest.mark.parametrize("term", ["kl_loss_coef", "entropy_coef"])
+def test_a_minibatch_without_trained_tokens_makes_an_idle_step(model_dirs, term):
+    """Attempts may end before anything was generated, such as those of an environment that is down."""
+    actor = make_actor(model_dirs["qwen2"], ppo_n_minibatches=4, **{term: 0.1})
+    batch = random_batch(LENGTHS)
+    batch["loss_mask"][2:4] = 0
+    batch["ref_logp"] = actor.compute_logp(batch)
+    assert sorted(row["idle_steps"] for row in one_update(actor, batch)) == [0.0, 0.0, 0.0, 1.0]
+    batch["loss_mask"][:] = 0
+    assert [row["idle_steps"] for row in one_update(actor, batch)] == [1.0] * 4
+
+
 def test_batch_mean_gives_a_signal_to_groups_of_one(model_dirs):
     norm = NormConfig(mean_level="batch", std_level="batch")
     actor = make_actor(model_dirs["qwen2"], algorithm="custom", reward_norm=norm)

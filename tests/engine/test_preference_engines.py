@@ -56,6 +56,16 @@ def test_critic_learns_returns_and_aligns_them_with_tokens(model_dirs):
     assert batch["values"][~mask].abs().sum() == 0
 
 
+def test_a_minibatch_without_trained_tokens_makes_no_step_of_the_critic(model_dirs):
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, ppo_n_minibatches=4))
+    batch = random_batch([9, 8, 7, 6])
+    batch["loss_mask"][1] = 0
+    batch["values"] = batch["returns"] = batch["loss_mask"].float()
+    assert len(critic.ppo_update(batch)) == 3
+    batch["loss_mask"][:] = 0
+    assert critic.ppo_update(batch) == []
+
+
 def test_critic_final_values_are_those_after_the_last_token(model_dirs):
     """They equal the values of the same rows with one more token."""
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))

@@ -264,8 +264,12 @@ class FSDPPPOActor(FSDPEngine):
     def _minibatch_step(
         self, minibatch: Batch, region: _TrustRegion, logps: TrainLogp, progress: float
     ) -> dict[str, float]:
-        """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum."""
-        idle = self.objective.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
+        """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum.
+
+        With other terms in the loss each rank needs a trained token instead.
+        """
+        signal = minibatch["advantages"] if self.objective.skip_zero_advantage else minibatch["loss_norm"]
+        idle = not bool((signal != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
         settings = {"config": self.config, "objective": self.objective, "version": self.get_version()}

@@ -47,7 +47,10 @@ class FSDPPPOCritic(FSDPEngine):
 
     @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
-        """Run `ppo_n_minibatches` optimizer steps on the value loss; return the statistics of each."""
+        """Run `ppo_n_minibatches` optimizer steps on the value loss; return the statistics of each.
+
+        Minibatches without a trained token on any rank make no step.
+        """
         missing = [key for key in ("values", "returns") if key not in batch]
         if missing:
             raise TrainingError(
@@ -65,7 +68,10 @@ class FSDPPPOCritic(FSDPEngine):
         mean, std = self._scale()
         batch["returns"] = (batch["returns"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
-        return [self.train_batch(select_rows(batch, rows), self._loss, num_trained_tokens) for rows in parts]
+        trained = batch["loss_mask"].bool() & batch["attention_mask"].bool()
+        counts = self.sum_over_ranks(*(trained[rows, 1:].sum() for rows in parts))
+        minibatches = [select_rows(batch, rows) for rows, count in zip(parts, counts, strict=True) if count]
+        return [self.train_batch(minibatch, self._loss, num_trained_tokens) for minibatch in minibatches]
 
     def _loss(self, outputs: Batch, mb: Batch) -> tuple[torch.Tensor, dict[str, Stat]]:
         values = previous_token(outputs["values"], mb["cu_seqlens"])
