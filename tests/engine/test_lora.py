@@ -1,13 +1,16 @@
 """LoRA: only adapters are trained; they are saved in PEFT's format and published merged."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DatasetConfig, SFTConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import CheckpointError, ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.fsdp import sharded_checkpoint
 from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
@@ -82,6 +85,48 @@ def test_alpha_scales_the_adapters(model_dirs, tmp_path, alpha, scale):
     torch.testing.assert_close(logp_of(adapted)[mask], engine.forward(BATCH)["logp"][mask], atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="lora_alpha is set but lora_rank is 0"):
         engine_config(model_dirs["qwen2"], lora_alpha=8).check()
+
+
+@pytest.mark.parametrize("format", ["hf", "dcp"])
+def test_adapters_of_another_scale_are_not_loaded(model_dirs, tmp_path, format):
+    saved = SaveLoadMeta(str(tmp_path / "saved"), format, with_optim=format == "dcp")
+    lora_engine(model_dirs["qwen2"]).save(saved)
+    other = lora_engine(model_dirs["qwen2"], lora_alpha=16)
+    before = other.forward(BATCH)["logp"]
+    with pytest.raises(CheckpointError, match="trained with lora_alpha=8, and this engine has lora_alpha=16"):
+        other.load(saved)
+    assert torch.equal(before, other.forward(BATCH)["logp"])
+    lora_engine(model_dirs["qwen2"], lora_alpha=8).load(saved)
+
+
+def test_checkpoints_that_do_not_name_their_alpha_are_loaded(model_dirs, tmp_path, monkeypatch):
+    """Those of earlier versions."""
+    saved = SaveLoadMeta(str(tmp_path / "saved"), "dcp", with_optim=True)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(sharded_checkpoint, "alpha_mark", lambda config: {})
+        engine = lora_engine(model_dirs["qwen2"])
+        engine.save(saved)
+    other = lora_engine(model_dirs["qwen2"], steps=0)
+    other.load(saved)
+    assert torch.equal(engine.forward(BATCH)["logp"], other.forward(BATCH)["logp"])
+
+
+def test_folders_with_other_adapters_are_not_loaded(model_dirs, tmp_path):
+    saved = SaveLoadMeta(str(tmp_path / "saved"))
+    lora_engine(model_dirs["qwen2"]).save(saved)
+    with pytest.raises(CheckpointError, match="has adapters that this engine lacks, such as base_model"):
+        lora_engine(model_dirs["qwen2"], lora_targets=["q_proj"]).load(saved)
+    file = tmp_path / "saved" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    # PEFT's rsLoRA divides by the root of the rank: 4 / √4 is 8 / 4.
+    file.write_text(json.dumps(settings | {"lora_alpha": 4, "use_rslora": True}))
+    lora_engine(model_dirs["qwen2"]).load(saved)
+    file.write_text(json.dumps(settings | {"use_dora": True}))
+    with pytest.raises(CheckpointError, match="has adapters with use_dora, which this engine does not train"):
+        lora_engine(model_dirs["qwen2"]).load(saved)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        lora_engine(model_dirs["qwen2"]).load(saved)
 
 
 @pytest.mark.parametrize("way", ["shm", "broadcast"])

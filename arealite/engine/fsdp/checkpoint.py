@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError
+from arealite.engine.adapter_files import check_adapter_folder
 from arealite.engine.fsdp import lora
 from arealite.engine.fsdp.low_bit import LowBitLinear, low_bit_buffers, low_bit_weights
 from arealite.engine.fsdp.model import PackedModel, load_model
@@ -218,14 +219,14 @@ def load_hf(engine: EngineState, path: str) -> None:
                 found[key] = (file, handle.get_slice(key).get_shape())
     if not found:
         raise CheckpointError(f"{path} has no .safetensors file: it is not a checkpoint of weights")
-    for key, spec in _file_layout(engine, adapters).specs.items():
+    specs = _file_layout(engine, adapters).specs
+    for key, spec in specs.items():
         given = found[key][1] if key in found else "missing"
         if given != list(spec.shape):
             raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
-    weights: dict[str, torch.Tensor] = {}
-    like = {name: p for name, _, p in _adapters(engine)}
-    if not adapters:
-        like = _parameters(engine) | _saved_buffers(engine) | low_bit_buffers(engine.model)
+    check_adapter_folder(path, engine.config, found, specs)
+    weights, own = {}, {name: p for name, _, p in _adapters(engine)}
+    like = own if adapters else _parameters(engine) | _saved_buffers(engine) | low_bit_buffers(engine.model)
     if distributed.rank() == 0 and adapters:
         for name, in_file, _ in _adapters(engine):
             with _open_safetensors(found[in_file][0]) as handle:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.train_args import untrainable_target
+from arealite.engine.adapter_files import alpha_of
 from arealite.engine.fsdp.parallel import whole
 from arealite.utils.decoders import has_vision, language_model
 from arealite.utils.routing import num_experts
@@ -36,7 +37,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     targets = [name for name in config.lora_targets if name != _HEAD]
     settings = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha or 2 * config.lora_rank,
+        lora_alpha=alpha_of(config),
         lora_dropout=0.0,
         bias="none",
         target_modules=targets if config.lora_targets else _all_targets(model),

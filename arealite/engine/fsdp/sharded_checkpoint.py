@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
+from arealite.engine.adapter_files import alpha_mark, check_alpha_mark
 from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, own_buffers, raise_on_all_ranks, replace_folder
 from arealite.engine.fsdp.optimizer import fit_scales
 from arealite.engine.fsdp.parallel import local
@@ -64,8 +65,8 @@ class HostCopy:
 
     def missing_bytes(self, state: State) -> int:
         """Return how much more memory a copy of this state needs."""
-        held = {name: local(buffer).shape for name, buffer in self._buffers.items()}
-        return 0 if held == {n: local(t).shape for n, t in state.items()} else _size_bytes(state)
+        held, wanted = ({n: local(t).shape for n, t in tensors.items()} for tensors in (self._buffers, state))
+        return 0 if held == wanted else sum(local(tensor).nbytes for tensor in state.values())
 
     def take(self, state: State) -> State:
         """Copy the state; returns the copy, which is valid until the next call."""
@@ -80,6 +81,7 @@ class HostCopy:
 def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     """Load on any number of ranks; check that it is complete and fits before changing anything."""
     metadata = _read_metadata(path)
+    check_alpha_mark(path, engine.config, metadata)
     state = _model_state(engine)
     if with_optim:
         assert engine.optimizer is not None
@@ -134,10 +136,6 @@ def _check_shapes(path: str, state: State, metadata: dict) -> None:
         )
 
 
-def _size_bytes(state: State) -> int:
-    return sum(local(tensor).nbytes for tensor in state.values())
-
-
 def _read_metadata(path: str) -> dict:
     """Return the metadata of a checkpoint, after checking that its files are not cut off."""
     try:
@@ -159,7 +157,7 @@ def _model_state(engine: EngineState) -> dict[str, torch.Tensor]:
         # optimizer does not have.
         engine.module.reshard()
     tensors = {**dict(engine.model.named_parameters()), **own_buffers(engine.model)}
-    state = {f"model/{n}": t.detach() for n, t in tensors.items()}
+    state = {f"model/{n}": t.detach() for n, t in tensors.items()} | alpha_mark(engine.config)
     if engine.config.frozen_weight_dtype != "auto":
         # Its weights are not in the checkpoint. Adapters belong to this base, not to one of another type.
         state[f"frozen_weight_dtype/{engine.config.frozen_weight_dtype}"] = torch.zeros(1)
@@ -209,9 +207,9 @@ def _under(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _may_lack(key: str, stepped: set[str]) -> bool:
-    """Return whether a complete checkpoint may lack `key`: a new rank's, or an unstepped parameter's."""
+    """Return whether a complete checkpoint may lack `key`: of a new rank, an unstepped parameter, LoRA."""
     kind, name, *_ = f"{key}/".split("/")
-    return kind == "rng" or (kind == "optim" and name not in stepped)
+    return kind in ("rng", "lora_alpha") or (kind == "optim" and name not in stepped)
 
 
 def _root_cause(error: BaseException) -> str:

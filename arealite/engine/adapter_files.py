@@ -1,0 +1,76 @@
+"""Checks that saved adapters belong to the adapters of an engine, before they are loaded.
+
+Files of adapters hold the factors of `scale·B·A`; the scale is a setting. With another one, or without some of the
+adapters, the loaded model would be a different one, without any error.
+"""
+
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arealite.api.errors import CheckpointError
+from arealite.api.train_args import TrainEngineConfig
+
+# What PEFT adds to a plain low-rank product.
+_UNSUPPORTED = ("use_dora", "alpha_pattern")
+# Name in sharded checkpoints, followed by the value.
+_ALPHA = "lora_alpha/"
+
+
+def alpha_of(config: TrainEngineConfig) -> int:
+    """Return the alpha of an engine's adapters."""
+    return config.lora_alpha or 2 * config.lora_rank
+
+
+def alpha_mark(config: TrainEngineConfig) -> dict[str, torch.Tensor]:
+    """Return what names the alpha of adapters in a sharded checkpoint; nothing without adapters."""
+    return {f"{_ALPHA}{alpha_of(config)}": torch.zeros(1)} if config.lora_rank else {}
+
+
+def check_alpha_mark(path: str, config: TrainEngineConfig, names: Iterable[str]) -> None:
+    """Raise if the tensors of a sharded checkpoint name another alpha than that of the engine."""
+    saved = [name.removeprefix(_ALPHA) for name in names if name.startswith(_ALPHA)]
+    if config.lora_rank and saved and saved != [str(alpha_of(config))]:
+        raise _wrong_alpha(path, saved[0], config)
+
+
+def check_adapter_folder(path: str, config: TrainEngineConfig, found: Collection[str], wanted: Collection[str]) -> None:
+    """Raise if a PEFT folder holds other adapters than the engine's.
+
+    `found` are the names of its tensors, `wanted` those of the engine.
+    """
+    if not config.lora_rank:
+        return
+    settings = _read_settings(Path(path) / "adapter_config.json")
+    extra = sorted(set(found) - set(wanted))
+    if extra:
+        raise CheckpointError(
+            f"{path} has adapters that this engine lacks, such as {extra[0]}: set lora_targets as they were"
+        )
+    given = [key for key in _UNSUPPORTED if settings.get(key)]
+    if given:
+        raise CheckpointError(f"{path} has adapters with {', '.join(given)}, which this engine does not train")
+    alpha = float(settings["lora_alpha"])
+    if settings.get("use_rslora"):
+        alpha *= config.lora_rank**0.5
+    if abs(alpha - alpha_of(config)) > 1e-6 * alpha:
+        raise _wrong_alpha(path, f"{alpha:g}", config)
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text())
+        float(settings["lora_alpha"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error!r}): it is not the folder of an adapter") from error
+    return settings
+
+
+def _wrong_alpha(path: str, saved: str, config: TrainEngineConfig) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has adapters trained with lora_alpha={saved}, and this engine has lora_alpha={alpha_of(config)}: they "
+        f"would be scaled by another factor. Set lora_alpha={saved}"
+    )
