@@ -136,6 +136,10 @@ class Transport(abc.ABC):
         """Prepare for servers to load while the trainer still publishes; return False if impossible."""
         return False
 
+    def forget_read(self) -> None:
+        """Forget what was read of an earlier update: the same version may have been published again."""
+        self._opened = None
+
     async def connect(self, client: WeightClient[T], servers: Sequence[T]) -> None:
         """Prepare for these servers to load together."""
 

@@ -12,10 +12,12 @@ import torch
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.rundir import RunDir
 from arealite.weights.host_memory import SharedWeights
-from arealite.weights.sync import make_transport, make_weight_meta
+from arealite.weights.sync import make_transport, make_weight_meta, sync_weights
+from tests.engine.engine_testing import SPEC, engine_config
 from tests.server_process import server_process
 
 
@@ -105,3 +107,24 @@ def test_otherwise_disk_and_the_reason_is_logged(reason, rollout, config, tmp_pa
     assert (meta.type, meta.path) == ("disk", str(tmp_path / "weights"))
     words = {"room": "0 MiB free", "elsewhere": "No such file", "unasked": "cannot be asked", "adapters": "folders"}
     assert f"{words[reason]}" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["disk", "shm", "broadcast", "stream", "delta"])
+def test_a_version_may_be_published_again(model_path, tmp_path, way):
+    """A script of a user may leave the number out."""
+    actor = FSDPLMEngine(engine_config(str(model_path), lr=0.1))
+    actor.initialize(SPEC)
+    engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=60))
+    folder = Path("/dev/shm") if way == "shm" else tmp_path
+    meta = WeightUpdateMeta(way, str(folder / f"again-{os.getpid()}"))
+    with server_process(model_path) as server:
+        engine.initialize([server.address])
+        try:
+            for _ in range(2):
+                for parameter in actor.model.parameters():
+                    parameter.detach().mul_(1.5)
+                # Compares what the server holds with what was published.
+                sync_weights(actor, engine, meta)
+        finally:
+            engine.destroy()
+            actor.destroy()

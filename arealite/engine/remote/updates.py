@@ -64,6 +64,7 @@ class WeightUpdater:
         """Bring every healthy server to `meta`, in parallel; the others get it before their next request."""
         async with self.lock:
             self._published, self.version = meta, meta.version
+            self.transport(meta).forget_read()
             servers = self._healthy()
             outcomes = await self._load_all(servers, meta)
         self.handle(servers, outcomes)

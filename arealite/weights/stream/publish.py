@@ -227,6 +227,10 @@ class StreamTransport(Transport):
             raise WeightUpdateError("the weights are divided over ranks: an engine in this process cannot read them")
         return {name: piece.tensor for name, piece in pieces.items()}
 
+    def forget_read(self) -> None:
+        super().forget_read()
+        self._samples = (-1, {})
+
     def first_mismatch(self, meta: WeightUpdateMeta, held: Fingerprints) -> str | None:
         if self._samples[0] != meta.version:
             try:
