@@ -6,6 +6,7 @@ Pure functions on padded tensors, used by the actor. They change nothing in plac
 B sequences, T padded length, S samples (attempts; one or several sequences each).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -267,8 +268,11 @@ def whiten(values: Tensor, mask: Tensor, count: float, total: float, square_tota
 def adapted_kl_ctl(kl_ctl: float, kl: float, target: float, num_sequences: float, horizon: float = 10_000.0) -> float:
     """Return the adaptive KL weight (arXiv 1909.08593 §2.2) after a batch with `kl` per sequence.
 
-    `β ← β·(1 + clip(kl/target − 1, ±0.2)·n / horizon)`.
+    `β ← β·(1 + clip(kl/target − 1, ±0.2)·n / horizon)`. A KL that is not a number changes nothing: its batch makes no
+    step, and the weight must be good for the next one.
     """
+    if math.isnan(kl):
+        return kl_ctl
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return kl_ctl * (1.0 + error * num_sequences / horizon)
 

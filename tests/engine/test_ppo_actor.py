@@ -206,6 +206,17 @@ def test_kl_to_the_reference_is_in_the_reward(model_dirs):
     assert torch.allclose(scores.diff(), torch.full((len(scores) - 1,), 0.1), atol=1e-5)
 
 
+def test_a_kl_that_is_not_a_number_costs_one_step_only(model_dirs):
+    actor = make_actor(model_dirs["qwen2"], kl_ctl=0.1, kl_target=1.0)
+    batch = random_batch(LENGTHS)
+    batch["ref_logp"] = batch["logprobs"].clone()
+    bad = batch | {"ref_logp": batch["ref_logp"] * torch.nan}
+    assert one_update(actor, bad)[0]["bad_steps"] == 1
+    assert actor.kl_ctl == 0.1
+    assert one_update(actor, batch)[0]["bad_steps"] == 1
+    assert all(parameter.isfinite().all() for parameter in actor.model.parameters())
+
+
 def test_kl_in_the_loss_pulls_to_the_reference(model_dirs):
     """With equal rewards the gradient depends on the reference alone."""
     norms = []

@@ -66,6 +66,17 @@ def test_a_minibatch_without_trained_tokens_makes_no_step_of_the_critic(model_di
     assert critic.ppo_update(batch) == []
 
 
+def test_returns_that_are_not_numbers_do_not_stay_in_the_scale_of_the_critic(model_dirs):
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True))
+    batch = random_batch([9, 8, 7, 6])
+    batch["values"] = batch["returns"] = batch["loss_mask"].float()
+    bad = batch | {"returns": batch["returns"] * torch.nan}
+    for given in (bad, batch):
+        (stats,) = critic.ppo_update(given)
+        assert stats["bad_steps"] == 1
+    assert critic.compute_values(batch).isfinite().all()
+
+
 def test_critic_final_values_are_those_after_the_last_token(model_dirs):
     """They equal the values of the same rows with one more token."""
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))

@@ -5,6 +5,8 @@ after it. Index `t` holds the value of the tokens before `t`. With `value_norm` 
 by their running mean and std; values outside this class are always on the scale of rewards.
 """
 
+import math
+
 import torch
 
 from arealite.algo.logprobs import previous_token
@@ -64,7 +66,9 @@ class FSDPPPOCritic(FSDPEngine):
         if self.config.value_norm:
             returns = batch["returns"][mask].double()
             sums = self.sum_over_ranks(torch.tensor(len(returns)), returns.sum(), returns.square().sum())
-            self._moments = _DECAY * self._moments + torch.tensor(sums, dtype=torch.float64)
+            if all(map(math.isfinite, sums)):
+                # Otherwise this batch makes no step, and its returns must not stay in the sums.
+                self._moments = _DECAY * self._moments + torch.tensor(sums, dtype=torch.float64)
         mean, std = self._scale()
         batch["returns"] = (batch["returns"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
