@@ -153,8 +153,13 @@ def unknown_fields(args: Any, fields: Fields, is_rl: bool) -> list[str]:
     found = []
     for field in dataclasses.fields(args):
         value, name = fields[field.name], field.name
-        is_plain = field.default is not dataclasses.MISSING and isinstance(value, bool | int | float | str)
-        if is_plain and not is_field(name, is_rl) and not name.startswith(_IGNORED) and value != field.default:
+        is_plain = field.default is not dataclasses.MISSING and isinstance(value, bool | int | float | str | list)
+        if (
+            is_plain
+            and not is_field(name, is_rl)
+            and not name.startswith(_IGNORED)
+            and value not in (field.default, [])
+        ):
             found.append(f"{name}={value!r}")
     return found
 
@@ -327,9 +332,15 @@ def _objective(fields: Fields) -> Keys:
 
 def _preference(fields: Fields) -> Keys:
     kind = fields.get("loss_type")
-    kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
+    if isinstance(kind, list | tuple):
+        if len(kind) > 1:
+            raise ConfigError(
+                f"loss_type={list(kind)} adds several losses, which has no counterpart: use one of "
+                f"{', '.join(_PREFERENCES)}, or set model.loss"
+            )
+        kind = next(iter(kind), None)
     found: Keys = {key: fields[name] for name, key in _SAME_PREFERENCES.items() if fields.get(name) is not None}
-    if isinstance(kind, str) and kind not in ("nll", "chunked_nll"):
+    if kind not in (None, "nll", "chunked_nll"):
         if kind not in _PREFERENCES:
             raise ConfigError(f"loss_type={kind!r} has no counterpart: use sigmoid, ipo or kto, or set model.loss")
         found["model.loss"] = _PREFERENCES[kind]

@@ -225,9 +225,10 @@ def test_fields_that_change_the_result_are_never_ignored_silently():
         optim_args: str = ""
         sapo_temperature_neg: float = 1.05
         use_bias_correction_kl: bool = False
+        loss_weights: list[float] | None = None
         logging_steps: int = 10
 
-    given = read_given(GRPOConfig, Args(True, 0.1, "x", 2.0, True, 1), None, {}, None)
+    given = read_given(GRPOConfig, Args(True, 0.1, "x", 2.0, True, [0.8, 0.2], 1), None, {}, None)
     (text,) = given.warnings
     assert all(field.name in text for field in dataclasses.fields(Args) if field.name != "logging_steps")
     assert "logging_steps" not in text
@@ -277,6 +278,16 @@ def test_lora():
 def test_a_workflow_of_ones_own_is_refused_and_not_ignored(given):
     with pytest.raises(ConfigError, match=r"given: (game:Workflow|LikeTRL)\. Run it with `arealite train workflow="):
         GRPOTrainer("model", reward_fn=len, train_dataset=[{"prompt": "a"}], **given)
+
+
+@pytest.mark.parametrize("kinds", [["sigmoid", "bco_pair", "sft"], ("ipo", "sft")])
+def test_several_losses_of_preferences_are_refused_and_not_trained_as_one(kinds):
+    with pytest.raises(
+        ConfigError, match=r"loss_type=\['\w+', .*'sft'\] adds several losses, .* one of sigmoid, ipo, kto"
+    ):
+        make(DPOConfig, loss_type=kinds)
+    assert make(DPOConfig, loss_type=("ipo",)).model.loss == "ipo"
+    assert make(DPOConfig, loss_type=[]).model.loss == "dpo"
 
 
 def test_supervised_arguments():
