@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset.loader import check_training_rows
-from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
+from arealite.easy.peft_args import read_peft
+from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, translate, unknown_fields
 from arealite.utils.config import load_plain, merge_sources
 from arealite.utils.config_help import nearest_text
 

@@ -345,21 +345,3 @@ def _preference(fields: Fields) -> Keys:
             raise ConfigError(f"loss_type={kind!r} has no counterpart: use sigmoid, ipo or kto, or set model.loss")
         found["model.loss"] = _PREFERENCES[kind]
     return found
-
-
-def read_peft(config: Any, section: str) -> Keys:
-    """Return the keys of LoRA for a `LoraConfig` of PEFT; raises `ConfigError` for other methods."""
-    if config is None:
-        return {}
-    rank = getattr(config, "r", None)
-    if not isinstance(rank, int) or getattr(config, "use_dora", False):
-        raise ConfigError(f"peft_config={type(config).__name__} is not supported: give a LoraConfig without DoRA")
-    if getattr(config, "lora_dropout", 0):
-        raise ConfigError(f"lora_dropout={config.lora_dropout} has no counterpart: set it to 0")
-    found = {f"{section}.lora_rank": rank, f"{section}.lora_alpha": getattr(config, "lora_alpha", None)}
-    targets = getattr(config, "target_modules", None)
-    if targets is not None and targets != "all-linear":
-        if isinstance(targets, str):
-            raise ConfigError(f"target_modules={targets!r} is a pattern: give a list of names of layers")
-        found[f"{section}.lora_targets"] = sorted(targets)
-    return found

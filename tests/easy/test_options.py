@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 
-from arealite.api.cli_args import DPOConfig, GRPOConfig, SFTConfig
+from arealite.api.cli_args import DPOConfig, GRPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.easy.grpo import GRPOTrainer
 from arealite.easy.options import fit_to_rows, make_config, read_given
@@ -270,6 +271,31 @@ def test_lora():
         make(peft_config=SimpleNamespace(r=8, lora_dropout=0.1))
     with pytest.raises(ConfigError, match="LoraConfig"):
         make(peft_config=SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"use_rslora": True}, r"use_rslora=True of peft_config .*set lora_alpha to alpha \* sqrt\(r\)"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] of peft_config has no counterpart"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.* leave it out"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform=\[0\]"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": False}, "init_lora_weights=False"),
+        ({"exclude_modules": ["q_proj"]}, r"exclude_modules=.* in target_modules"),
+    ],
+)
+def test_settings_of_adapters_are_never_left_out_silently(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        make(peft_config=LoraConfig(r=8, **setting))
+
+
+def test_settings_of_adapters_that_are_off_or_always_so_are_accepted():
+    off = LoraConfig(r=8, use_rslora=False, rank_pattern={}, modules_to_save=[], task_type="CAUSAL_LM")
+    assert make(peft_config=off).actor.lora_rank == 8
+    head = LoraConfig(r=8, lora_alpha=16, task_type="SEQ_CLS", modules_to_save=["score"], target_modules="all-linear")
+    assert make(RWConfig, peft_config=head).model.lora_alpha == 16
 
 
 @pytest.mark.parametrize(
