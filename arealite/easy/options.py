@@ -35,6 +35,8 @@ _RL: Keys = {
     "actor.ppo_n_minibatches": 2,
 }
 _RL_ON_CPU: Keys = {"train_dataset.batch_size": 8, "gconfig.max_new_tokens": 128, "rollout.pause_mode": "in_place"}
+# Sections of models beside the trained one.
+_OTHER_MODELS = ("critic", "ref", "teacher")
 # Arguments of `GRPOTrainer` that are neither keys nor fields of TRL.
 _REWARD_ARGUMENTS = {"reward_fn", "reward_funcs", "reward_weights", "train_dataset", "eval_dataset"}
 _RL_ON_GPU: Keys = {
@@ -154,6 +156,12 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
     on_gpu = torch.cuda.is_available() and device != "cpu"
     defaults: dict[str, Any] = {"experiment_name": cls.__name__.removesuffix("Config").lower(), "trial_name": "run"}
     defaults |= {f"{section}.path": model, f"{section}.dtype": "bfloat16" if on_gpu else "float32"}
+    # The log-probs of all models are compared. A reference that is not given is made so too.
+    shared = {
+        key: given.get(f"{section}.{key}", defaults.get(f"{section}.{key}", "auto")) for key in ("dtype", "device")
+    }
+    others = [name for name in _OTHER_MODELS if any(name in source for _, source in given.sources)]
+    defaults |= {f"{name}.{key}": value for name in others for key, value in shared.items()}
     if is_rl:
         defaults |= _RL | (_RL_ON_GPU if on_gpu else _RL_ON_CPU)
         defaults |= {"server.device": device} if device != "auto" else {}

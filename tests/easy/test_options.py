@@ -306,6 +306,23 @@ def test_a_workflow_of_ones_own_is_refused_and_not_ignored(given):
         GRPOTrainer("model", reward_fn=len, train_dataset=[{"prompt": "a"}], **given)
 
 
+def test_other_models_have_the_type_and_device_of_the_trained_one():
+    cases = [
+        (make(DPOConfig, ref={"path": "org/other"}), "ref"),
+        (make(beta=0.1, ref={"path": "org/other"}), "ref"),
+        (make(config={"teacher": {"path": "org/other"}, "actor": {"distill_coef": 1.0}}), "teacher"),
+        (make(**{"critic.path": "org/other", "actor.algorithm": "ppo"}), "critic"),
+    ]
+    for config, name in cases:
+        trained = config.model if isinstance(config, DPOConfig) else config.actor
+        assert getattr(config, name).dtype == trained.dtype == ("bfloat16" if torch.cuda.is_available() else "float32")
+    config = make(DPOConfig, {"use_cpu": True, "ref": {"path": "org/other"}})
+    assert (config.ref.path, config.ref.device, config.ref.dtype) == ("org/other", "cpu", "float32")
+    config = make(DPOConfig, **{"model.dtype": "float32", "ref.path": "org/other", "ref.dtype": "bfloat16"})
+    assert (config.model.dtype, config.ref.dtype) == ("float32", "bfloat16")
+    assert make(DPOConfig, ref=None).ref.path == "org/model" and make(ref=None).ref is None
+
+
 @pytest.mark.parametrize("kinds", [["sigmoid", "bco_pair", "sft"], ("ipo", "sft")])
 def test_several_losses_of_preferences_are_refused_and_not_trained_as_one(kinds):
     with pytest.raises(
