@@ -30,7 +30,7 @@ from arealite.api.errors import ConfigError
 from arealite.dataset import load_tokenizer
 from arealite.easy.data import Row, read_data, read_eval_data
 from arealite.easy.options import Given, fit_to_rows, make_config
-from arealite.easy.process import borrowed_process, check_process, variables
+from arealite.easy.process import borrowed_process, check_process, only_run, variables
 from arealite.easy.servers import ServersBeside
 from arealite.launcher.checks import check_job
 from arealite.launcher.job import Job
@@ -133,6 +133,10 @@ class EasyTrainer(abc.ABC):
         path continues that recover checkpoint.
         """
         check_process()
+        with only_run():
+            return self._train(resume_from_checkpoint)
+
+    def _train(self, resume_from_checkpoint: str | bool | None) -> TrainResult:
         config = self._start_config(resume_from_checkpoint)
         launch_config = launch_config_of(config)
         job = Job(launch_config, "", [], *local_slots(launch_config))

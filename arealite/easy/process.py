@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,27 @@ from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.distributed import destroy_process_group
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter
+
+# Held while a trainer of this process trains.
+_training = threading.Lock()
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Raise `ConfigError` if another run trains in this process, on another thread.
+
+    Two would share its environment variables, its process group and the switches of transformers for loading models,
+    which stay set if two threads set and reset them in turn.
+    """
+    if not _training.acquire(blocking=False):
+        raise ConfigError(
+            "another trainer of this process is training: call train() when that has returned, or start a process for "
+            "each run"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 def check_process() -> None:
