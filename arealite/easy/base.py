@@ -221,5 +221,7 @@ def _data_keys(data: list[Row] | str, sets: Mapping[str, list[Row] | str]) -> di
     keys: dict[str, Any] = {"train_dataset.path": data if isinstance(data, str) else "train_dataset"}
     for name, own in sets.items():
         path = own if isinstance(own, str) else "eval_dataset"
-        keys |= {"valid_dataset.path": path} if name == "valid" else {f"valid_datasets.{name}.path": path}
+        # A name may have dots, which divide keys.
+        named = keys.get("valid_datasets", {}) | {name: {"path": path}}
+        keys |= {"valid_dataset.path": path} if name == "valid" else {"valid_datasets": named}
     return keys

@@ -72,6 +72,18 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
     assert not (tmp_path / "runs").exists()
 
 
+def test_validation_sets_have_the_names_of_the_caller(model_path):
+    sets = {"gsm8k.test": ANSWERS[:2], "v1.0": ANSWERS[:3], "valid": ANSWERS[:4]}
+    trainer = SFTTrainer(model_path, train_dataset=ANSWERS, eval_dataset=sets)
+    assert {name: len(rows) for name, rows in trainer.valid_rows.items()} == {"valid": 4, "gsm8k.test": 2, "v1.0": 3}
+    settings = {"valid_datasets": {"a.b": {"max_length": 400}}}
+    trainer = SFTTrainer(model_path, train_dataset=ANSWERS, eval_dataset={"a.b": [ANSWERS[0]] * 2}, config=settings)
+    own = trainer.config.valid_datasets["a.b"]
+    assert (own.path, own.max_length) == ("eval_dataset", 400)
+    with pytest.raises(ConfigError, match="'my set', which becomes a file name"):
+        SFTTrainer(model_path, train_dataset=ANSWERS, eval_dataset={"my set": ANSWERS})
+
+
 def test_an_output_dir_that_cannot_be_made_is_named(model_path, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
