@@ -8,8 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import GRPOConfig
+from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset.prompts import AS_THEY_ARE, load_prompts
+from arealite.dataset.streamed import LazyRows
 from arealite.easy.base import EasyTrainer
 from arealite.easy.data import Row, as_prompts
 from arealite.easy.options import read_given
@@ -101,7 +103,7 @@ class GRPOTrainer(EasyTrainer):
         if isinstance(data, str):
             rows = load_rows(self.config, config, self.tokenizer)
             if any(part.takes_group for part in self.parts):
-                rows = [{**row, ASKED: row.get("messages", row.get("prompt"))} for row in rows]
+                rows = _with_asked(rows, config)
         else:
             keeps_prompt = any(part.takes_group for part in self.parts)
             raw = as_prompts(data, config.path, config.columns, keeps_prompt)
@@ -143,6 +145,15 @@ class GRPOTrainer(EasyTrainer):
             if trainer is not None:
                 trainer.rollout.destroy()
             rewards.close()
+
+
+def _with_asked(rows: Sequence[Row], config: DataSourceConfig) -> Sequence[Row]:
+    """Return rows with the prompt that functions of TRL's kind take; streamed rows stay on disk."""
+
+    def add(row: Row) -> Row:
+        return {**row, ASKED: row.get("messages", row.get("prompt"))}
+
+    return LazyRows(rows, add, config.path, range(len(rows))) if config.streaming else [add(row) for row in rows]
 
 
 def _refuse(passed: dict[str, Any], optimizers: Any) -> None:

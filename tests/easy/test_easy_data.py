@@ -1,9 +1,14 @@
 """Datasets of a Python caller: what cannot be read says what to pass instead."""
 
+import json
+
 import pytest
 
+from arealite import GRPOTrainer
 from arealite.api.errors import DatasetError
+from arealite.dataset.streamed import LazyRows
 from arealite.easy.data import as_prompts, read_data
+from arealite.easy.rewards import ASKED
 from arealite.easy.supervised import _read_row
 
 ROWS = [{"prompt": "1+1?", "answer": "2"}]
@@ -58,3 +63,17 @@ def test_rows_without_a_prompt_name_the_key_of_their_own_dataset(name, key):
         as_prompts([{"question": "1+1?"}], name, {}, keeps_prompt=False)
     with pytest.raises(DatasetError, match=rf"{name}, row 1: .*Set columns\.messages=talk, or rename that column"):
         as_prompts([{"talk": [{"role": "user", "content": "1+1?"}]}], name, {}, keeps_prompt=False)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_streamed_rows_stay_on_disk_with_rewards_of_trl(model_path, tmp_path, streaming):
+    def reward(completions, answer, **columns):
+        return [1.0 for _ in completions]
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1?", "answer": str(i + 1)}) + "\n" for i in range(16)))
+    config = {"train_dataset": {"streaming": streaming}}
+    rows = GRPOTrainer(model_path, reward, train_dataset=file, config=config).rows
+    assert isinstance(rows, LazyRows) == streaming
+    assert len(rows) == 16 and rows[3]["answer"] == "4"
+    assert rows[3][ASKED] == rows[3].get("messages", rows[3].get("prompt"))
