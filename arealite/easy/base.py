@@ -153,8 +153,11 @@ class EasyTrainer(abc.ABC):
             variables(servers.environment()),
         ):
             steps = self.run(config, resume_from_checkpoint)
+        history = read_stats(folders)
+        # A resumed run may have done more steps before than it is to do now.
+        steps = max([steps, *(row["step"] + 1 for row in history)])
         path = folders.checkpoints / f"step{steps:06d}"
-        self.result = TrainResult(path, folders.path, read_stats(folders), self.has_scalar_head)
+        self.result = TrainResult(path, folders.path, history, self.has_scalar_head)
         return self.result
 
     def _start_config(self, resume_from_checkpoint: str | bool | None = None) -> Any:

@@ -44,6 +44,9 @@ def test_a_resumed_run_continues_the_earlier_one_of_its_name(model_path, tmp_pat
     result = SFTTrainer(**common, max_steps=3).train(resume_from_checkpoint=True)
     assert [row["step"] for row in result.history if row["step"] >= 0] == [0, 1, 2]
     assert not list(tmp_path.rglob("earlier"))
+    # There is nothing to do: the checkpoint is behind the last step that is asked for.
+    shorter = SFTTrainer(**common, max_steps=1).train(resume_from_checkpoint=True)
+    assert shorter.path.name == "step000002" and (shorter.path / "config.json").exists()
 
 
 def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, tmp_path):
