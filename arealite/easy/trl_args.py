@@ -46,13 +46,15 @@ _SAME_PREFERENCES = {
 }
 # Fields that other fields decide about, or that are translated by a function below.
 _READ = {
-    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-    "max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type", "optim", "bf16", "fp16", "use_cpu",
-    "save_strategy", "save_steps", "eval_strategy", "eval_steps", "report_to", "loss_type", "scale_rewards",
-    "importance_sampling_level", "epsilon", "epsilon_high", "delta", "reward_weights", "chat_template_kwargs",
-    "beta", "num_generations_eval",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "warmup_steps",
+    "lr_scheduler_type", "optim", "bf16", "fp16", "use_cpu", "save_strategy", "save_steps", "eval_strategy",
+    "eval_steps", "report_to", "loss_type", "beta",
     # Already so for rows with `messages`.
     "assistant_only_loss",
+}  # fmt: skip
+_READ_RL = {
+    "generation_batch_size", "steps_per_generation", "scale_rewards", "importance_sampling_level", "epsilon",
+    "epsilon_high", "delta", "reward_weights", "chat_template_kwargs", "num_generations_eval",
 }  # fmt: skip
 # Fields that must keep this value, and what to use instead.
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -118,7 +120,7 @@ Keys = dict[str, Any]
 
 def field_names(is_rl: bool = True) -> set[str]:
     """Return the fields of TRL's arguments that are translated or refused."""
-    return _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL if is_rl else _SAME_PREFERENCES).keys()
+    return _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL.keys() | _READ_RL if is_rl else _SAME_PREFERENCES.keys())
 
 
 def is_field(name: str, is_rl: bool = True) -> bool:

@@ -306,6 +306,13 @@ def test_a_workflow_of_ones_own_is_refused_and_not_ignored(given):
         GRPOTrainer("model", reward_fn=len, train_dataset=[{"prompt": "a"}], **given)
 
 
+@pytest.mark.parametrize("as_args", [True, False])
+@pytest.mark.parametrize("field", [{"chat_template_kwargs": {"enable_thinking": False}}, {"scale_rewards": "batch"}])
+def test_fields_of_reinforcement_learning_are_unknown_to_supervised_trainers(field, as_args):
+    with pytest.raises(ConfigError, match=f"unknown argument '{next(iter(field))}': it is one of GRPOTrainer"):
+        make(SFTConfig, field) if as_args else make(SFTConfig, **field)
+
+
 def test_other_models_have_the_type_and_device_of_the_trained_one():
     cases = [
         (make(DPOConfig, ref={"path": "org/other"}), "ref"),
