@@ -78,8 +78,9 @@ def set_reward(session: Session, body: Mapping[str, Any]) -> None:
     if not isinstance(reply_id, str | None):
         raise RequestError(f"id must be that of a response, got {reply_id!r:.100}")
     for prefix in _ID_PREFIXES:
-        # The first of several choices has the id of the response alone.
-        reply_id = reply_id and reply_id.removeprefix(prefix).removesuffix("-0")
+        reply_id = reply_id and reply_id.removeprefix(prefix)
+    # The first of several choices has the id of the response alone.
+    reply_id = reply_id and reply_id.removesuffix("-0")
     try:
         session.reward(float(value), reply_id)
     except OverflowError:

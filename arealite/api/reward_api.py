@@ -85,7 +85,7 @@ def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
 
 
 def is_score(fn: Any) -> bool:
-    """Whether no value of a reward means that an answer is solved, as with reward models (`is_score`)."""
+    """Whether a reward is a score of which no value counts as solved, such as that of a reward model."""
     return bool(getattr(fn, "is_score", False))
 
 

@@ -154,7 +154,8 @@ class MainConfig(BaseExperimentConfig):
         if not metric.startswith(tuple(known)):
             expected = f"its name begins with {' or '.join(known)}" if known else "set valid_dataset.path too"
             raise ConfigError(f"saver.best_metric={metric} is no statistic of a validation set: {expected}")
-        name, is_answer_share = metric.split("/")[2], metric.split("/")[2].startswith(("pass@", "maj@"))
+        name = metric.split("/")[2]
+        is_answer_share = name.startswith(("pass@", "maj@"))
         if self.trainer.type in ("sft", "rw", "dpo"):
             if is_answer_share:
                 raise ConfigError(

@@ -14,9 +14,9 @@ from arealite.utils.data import sample_ids
 class Sample:
     """One generated answer.
 
-    That of an agent has the tokens of all its rows; vote and truncation are those of the last one. `vote` is the same
-    for equal answers to one question. Versions are those of its oldest and newest token, -1 without
-    a generated token.
+    That of an agent has the tokens of all its rows; `vote` and `is_truncated` are those of the last row. `vote` is the
+    same for equal answers to one question. Versions are those of the oldest and newest token, -1 without a generated
+    token.
     """
 
     tokens: list[int]

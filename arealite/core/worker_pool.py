@@ -216,15 +216,18 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
                 task.result()
 
 
-def _attributes(workflow: RolloutWorkflow) -> list[Any]:
-    """Return names and values of a workflow's attributes, also of workflows in it."""
+def _attributes(workflow: RolloutWorkflow, seen: frozenset[int] = frozenset()) -> list[Any]:
+    """Return names and values of a workflow's attributes, also of workflows in it (cycles are allowed)."""
     found: list[Any] = []
+    if id(workflow) in seen:
+        return found
+    seen |= {id(workflow)}
     for name, value in getattr(workflow, "__dict__", {}).items():
         inner = value if isinstance(value, dict) else {name: value}
         workflows = {key: own for key, own in inner.items() if isinstance(own, RolloutWorkflow)}
         found += [name, value]
         for key, own in workflows.items():
-            found += [key, own, *_attributes(own)]
+            found += [key, own, *_attributes(own, seen)]
     return found
 
 

@@ -264,9 +264,9 @@ class WorkflowExecutor:
         return batch
 
     def _has_straggler(self) -> bool:
-        """Whether an episode still runs that is too old for the next batch, not for this one (lock held).
+        """Whether this batch should wait for an episode that is too old for the next one (lock held).
 
-        One that hangs is soon older. Of those one version older, some have begun during an update, with newer tokens.
+        Two versions older: it hangs. One version older: it may have begun during an update, with newer tokens only.
         """
         ages = (e.start_version - self.staleness.oldest_allowed for e in self.runner.running if e.call is None)
         return next((age for age in ages if age >= -1), 1) <= 0

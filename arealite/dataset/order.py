@@ -61,7 +61,8 @@ class Mixture(JoinedRows):
         by_rest = sorted(range(len(exact)), key=lambda i: self.counts[i] - exact[i])
         for i in by_rest[: len(self) - sum(self.counts)]:
             self.counts[i] += 1
-        if unread := [name for name, count in zip(self.names, self.counts, strict=True) if not count]:
+        unread = [name for name, count in zip(self.names, self.counts, strict=True) if not count]
+        if weights and unread:
             raise DatasetError(
                 f"the weights of the mixture give {', '.join(unread)} not one of the {len(self)} rows of an epoch: "
                 "raise those weights, or leave the set out"

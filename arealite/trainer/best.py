@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from arealite.api.cli_args import SaverConfig
 from arealite.api.io_struct import Stats, StepInfo
 from arealite.trainer.saver import Saver, on_all_ranks
+from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.rundir import write_file
 
@@ -52,6 +53,7 @@ class BestModel:
     def __init__(self, config: SaverConfig, saver: Saver):
         self.config, self.saver = config, saver
         self.best: Best | None = None
+        self._has_warned = False
         self._link, self._file = saver.folder / "best", saver.folder / "best.json"
 
     def resume(self, is_new_run: bool) -> None:
@@ -71,6 +73,7 @@ class BestModel:
         last = None if before is None else before.metric
         metric = find_metric(stats, self.config.best_metric, last) if self.config.keep_best else None
         if metric is None:
+            self._warn_if_not_measured(stats)
             return False
         value, reward = stats[metric], stats.get(f"{metric.rpartition('/')[0]}/reward")
         if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(metric, value, reward))):
@@ -84,6 +87,20 @@ class BestModel:
         if rank() == 0 and before is not None and before.is_extra and before.folder != best.folder:
             shutil.rmtree(self.saver.folder / before.folder, ignore_errors=True)
         return True
+
+    def _warn_if_not_measured(self, stats: Stats) -> None:
+        """Say once that `best_metric` is not among the statistics of its set, so that no model is kept."""
+        name = self.config.best_metric or ""
+        place = f"{name.rpartition('/')[0]}/"
+        measured = sorted(key.removeprefix(place) for key in stats if key.startswith(place))
+        # A set whose questions have all failed has their number only.
+        is_measured = {"reward", "loss"} & set(measured)
+        if self.config.keep_best and is_measured and not self._has_warned and rank() == 0:
+            self._has_warned = True
+            show_message(
+                f"warning: saver.best_metric={name} is not measured, so no best model is kept: {place} has "
+                f"{', '.join(measured)}"
+            )
 
     def summary(self) -> str:
         """Return a line about the best model; empty if there is none."""

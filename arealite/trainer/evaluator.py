@@ -84,7 +84,7 @@ class Evaluator:
         metric = config.saver.best_metric or ""
         if metric.startswith(tuple(f"eval/{name}/" for name in self._with_score)) and "@" in metric:
             raise ConfigError(
-                f"saver.best_metric={metric} is not measured: no score of a reward model means that an answer is "
+                f"saver.best_metric={metric} is not measured: a reward model gives scores, and no score counts as "
                 f"solved. Use {metric.rpartition('/')[0]}/reward"
             )
         # After how many steps, less one, the running evaluation has begun; None if none runs.

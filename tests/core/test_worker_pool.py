@@ -145,6 +145,15 @@ def test_a_workflow_that_a_script_changes_is_changed_in_workers(executor, is_inn
         assert batch["rewards"][::2].tolist() == [expected[step]] * 2
 
 
+def test_workflows_may_refer_to_each_other(executor):
+    first, second = Changing(), Changing()
+    first.other, second.other = second, first
+    for factor in (1.0, 3.0):
+        second.factor = factor
+        batch = executor.rollout_batch([{"x": 0}], second)
+        assert batch["rewards"][0] == factor
+
+
 def test_workers_drop_workflows_that_are_not_used_any_more(executor, monkeypatch):
     monkeypatch.setattr(worker_pool, "MAX_WORKFLOWS", 2)
     for _ in range(6):

@@ -56,6 +56,17 @@ def test_a_loss_is_best_when_lowest_and_what_is_not_a_number_is_never_best(tmp_p
     assert results == [False, True, True, False] and folders(best) == ["step000003"]
 
 
+def test_a_metric_that_is_not_measured_is_named_once(tmp_path, capsys):
+    best = make(tmp_path, best_metric="eval/valid/acuracy")
+    assert not best.offer(info(0), {"reward": 0.5, "eval/other/loss": 1.0}, False)
+    assert not best.offer(info(0), {"eval/valid/num_questions": 0.0, "eval/valid/failed": 4.0}, False)
+    assert capsys.readouterr().out == ""
+    for step in range(2):
+        assert not best.offer(info(step), {"eval/valid/loss": 1.0, "eval/valid/accuracy": 0.5}, False)
+    shown = capsys.readouterr().out
+    assert shown.count("best_metric=eval/valid/acuracy is not measured") == 1 and "has accuracy, loss" in shown
+
+
 def test_the_reward_decides_between_equal_results(tmp_path):
     best = make(tmp_path)
     rewards = [0.1, 0.3, 0.2, None, 0.3, 0.4]
