@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import select
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from arealite.agents.host import GatewayHost
 from arealite.agents.session import Session
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import RewardError
+from arealite.api.errors import RewardError, ServerError
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.named_code import load_object
 from arealite.api.reward_api import MAX_REWARD, is_async
@@ -43,6 +44,10 @@ Agent = (
     | Sequence[str]
 )
 _SHOWN_OUTPUT = 4096
+# An agent that is past its deadline has so long to clean up.
+_ENDING_S = 5.0
+# How often the end of a command is looked for while it writes nothing.
+_LOOK_MS = 100
 # Linux allows 32 pages for a variable, with its name and a zero byte.
 _MAX_ROW = 32 * 4096 - len("AREALITE_ROW=") - 1
 
@@ -102,7 +107,11 @@ class AgentWorkflow(RolloutWorkflow):
         """Run the agent once; returns its session, or why it has failed."""
         seed = data.get("seed")
         seed = None if seed is None else derive_seed(seed, number)
-        found = gateway.open_session(replace(self.gconfig, n_samples=1), seed, self.turn_discount, self.template_kwargs)
+        gconfig = replace(self.gconfig, n_samples=1)
+        try:
+            found = gateway.open_session(gconfig, seed, self.turn_discount, self.template_kwargs)
+        except ServerError as error:
+            return error
         try:
             reward = await self._run(copy.deepcopy(data), found)
             return _finish(found.session, reward)
@@ -118,19 +127,23 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def _run(self, row: dict[str, Any], found: OpenSession) -> float | None:
         """Return what the agent returns; raises `TimeoutError` if it does not end in time."""
-        agent, deadline = self.agent, asyncio.timeout(self.timeout_s)
-        try:
-            if callable(agent) and not is_async(agent):
+        agent, late = self.agent, f"the agent did not end within {self.timeout_s:g} s"
+        if callable(agent) and not is_async(agent):
+            try:
                 return await self.pool.run(agent, row, found.base_url, found.token, timeout_s=self.timeout_s)
-            async with deadline:
-                if callable(agent):
-                    return await cast(Awaitable[float | None], agent(row, found.base_url, found.token))
-                return await _run_command(list(agent), row, found)
-        except (TimeoutError, CallTimeout) as error:
-            # An agent may raise a TimeoutError of its own.
-            if isinstance(error, CallTimeout) or deadline.expired():
-                raise TimeoutError(f"the agent did not end within {self.timeout_s:g} s") from None
-            raise
+            except CallTimeout:
+                raise TimeoutError(late) from None
+        call = agent(row, found.base_url, found.token) if callable(agent) else _run_command(list(agent), row, found)
+        task = asyncio.ensure_future(cast(Awaitable[float | None], call))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+            if not done:
+                raise TimeoutError(late)
+            return task.result()
+        finally:
+            if task.cancel():
+                # Commands are ended here. An agent that ignores its cancellation is left behind: its calls are refused.
+                await asyncio.wait({task}, timeout=_ENDING_S)
 
 
 def _finish(session: Session, reward: Any) -> Session:
@@ -210,12 +223,25 @@ def _await_end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _last_output(process: subprocess.Popen[bytes]) -> bytes:
-    """Read all output and keep its end: an agent may write without end."""
+    """Read all output and keep its end: an agent may write without end.
+
+    What the command wrote before its end is in the pipe by then. A process that it left behind in a session of its own
+    may hold the pipe open, and is not awaited.
+    """
     assert process.stdout is not None
-    kept = b""
+    kept, left, poll = b"", 1 << 16, select.poll()
     with process.stdout as stream:
-        while piece := os.read(stream.fileno(), 1 << 16):
+        poll.register(stream, select.POLLIN)
+        while left > 0:
+            has_ended = process.returncode is not None
+            if not poll.poll(0 if has_ended else _LOOK_MS):
+                if has_ended:
+                    break
+                continue
+            if not (piece := os.read(stream.fileno(), 1 << 16)):
+                break
             kept = (kept + piece)[-_SHOWN_OUTPUT:]
+            left -= len(piece) if has_ended else 0
     return kept
 
 

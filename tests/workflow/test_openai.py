@@ -1,9 +1,11 @@
 """Black-box agents as workflows: rewards, failures, deadlines, commands, branches, and a real engine."""
 
 import asyncio
+import contextlib
 import functools
 import multiprocessing
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import openai
 import pytest
 import torch
 
+from arealite.agents.gateway import SessionLimits
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
 from arealite.api.errors import RewardError
 from arealite.engine.embedded import EmbeddedEngine
@@ -116,6 +119,39 @@ def test_a_timeout_of_the_agents_own_is_not_its_deadline():
 
     with pytest.raises(RewardError, match="TimeoutError: no answer of the database"):
         play(make(agent, n=1), question="x")
+
+
+def test_an_agent_that_ignores_its_cancellation_does_not_hold_the_other_attempts(monkeypatch):
+    monkeypatch.setattr("arealite.workflow.openai._ENDING_S", 0.1)
+    count, leave = iter(range(10)), asyncio.Event()
+
+    async def agent(row, base_url, api_key):
+        if next(count) > 0:
+            return await two_turns(row, base_url, api_key)
+        while not leave.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await leave.wait()
+        return 1.0
+
+    workflow = make(agent, n=3, timeout_s=1.0)
+    run = workflow.arun_episode
+
+    async def then_leave(engine, row):
+        batch = await run(engine, row)
+        leave.set()
+        return batch
+
+    workflow.arun_episode = then_leave
+    batch = play(workflow, question="x")
+    assert len(set(batch["sample_ids"].tolist())) == 2 and batch["stats/failed_attempts"].tolist() == [1.0] * 2
+
+
+def test_an_attempt_without_room_for_its_session_is_one_that_failed():
+    limits = SessionLimits(max_sessions=2)
+    batch = play(make(two_turns, n=3, limits=limits), question="x")
+    assert batch["stats/failed_attempts"].tolist() == [1.0] * 2
+    with pytest.raises(RewardError, match="sessions are open"):
+        play(make(two_turns, n=1, limits=SessionLimits(max_sessions=0)), question="x")
 
 
 def test_an_episode_that_is_cancelled_ends_its_agents():
@@ -238,6 +274,16 @@ def test_a_process_that_a_command_leaves_behind_does_not_hold_its_attempt(tmp_pa
     assert batch["rewards"].tolist() == [0.75]
     stat = Path(f"/proc/{int(left.read_text())}/stat")
     assert not stat.exists() or " Z " in stat.read_text()
+
+
+def test_a_session_that_a_command_leaves_behind_does_not_hold_its_attempt(tmp_path):
+    left = tmp_path / "pid"
+    script = f"setsid bash -c 'echo $$ > {left}; exec sleep 600' & while [ ! -s {left} ]; do :; done; {CURL}"
+    try:
+        batch = play(make(["bash", "-c", script], n=1, timeout_s=50.0), question="why")
+        assert batch["rewards"].tolist() == [0.75]
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 def test_rewards_of_calls_become_returns_of_tokens():
