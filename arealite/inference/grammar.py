@@ -29,7 +29,7 @@ class Grammar:
             tokens = _read_tokenizer(tokenizer, vocab_size, eos_ids)
             # Else a model may write white space forever.
             options: Any = {"whitespace_pattern": r"[ \n]?"}
-            source = LLMatcher.grammar_from_json_schema(schema or {"type": "object"}, overrides=options)
+            source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
         except ValueError as error:
             raise RequestError(f"response_format cannot be used with this tokenizer or schema: {error}") from error
         self._start = LLMatcher(tokens, source, log_level=0)

@@ -37,7 +37,7 @@ class ChatRequest:
     tool_choice: str = "auto"  # auto, none, required or named
     tool_name: str | None = None  # with named
     parallel_tool_calls: bool = True
-    json_schema: dict[str, Any] | None = None  # None: text; {}: any JSON object
+    json_schema: dict[str, Any] | None = None  # None: text
     logprobs: bool = False
     top_logprobs: int = 0
     stream: bool = False

@@ -163,14 +163,14 @@ def objects(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def json_format(name: str, given: Any) -> dict[str, Any] | None:
-    """Return the JSON schema that a `response_format` asks for; None for text, `{}` for any object."""
+    """Return the JSON schema that a `response_format` asks for; None for text."""
     if given is None:
         return None
     kind = typed(name, given, dict).get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return {}
+        return {"type": "object"}
     if kind == "json_schema":
         # Chat completions nest it, responses do not.
         inner = given.get("json_schema", given)

@@ -84,6 +84,13 @@ def test_any_object(engine):
     assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["message"]["content"]), dict)
 
 
+def test_an_empty_schema_allows_any_value(engine):
+    anything = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
+    body = CHAT | {"response_format": anything, "temperature": 3.0, "n": 16, "max_tokens": 1}
+    _, answer = call(engine, "/v1/chat/completions", body)
+    assert not all(choice["message"]["content"].startswith("{") for choice in answer["choices"])
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ignore_eos": True}, "cannot be combined"),
     ({"min_tokens": 3}, "cannot be combined"),

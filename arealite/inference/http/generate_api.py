@@ -25,11 +25,11 @@ from arealite.protocol.answer import event_bytes
 
 _KNOWN = {
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "return_logprob",
-    "logprob_start_len", "priority", "image_data", "return_routed_experts", "flat_logprobs",
+    "logprob_start_len", "image_data", "return_routed_experts", "flat_logprobs",
 }  # fmt: skip
 # Characters that are tokenized on the event loop: a thread would take longer.
 SHORT_TEXT = 4096
-_UNSUPPORTED = ("lora_path", "top_logprobs_num")
+_UNSUPPORTED = ("lora_path", "top_logprobs_num", "priority")
 
 
 async def generate(http_request: web.Request) -> web.StreamResponse:
