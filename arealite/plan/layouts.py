@@ -133,7 +133,7 @@ class Layout:
             dtype="bfloat16", tensor_parallel=self.gen.tensor, max_running_requests=self.max_running,
             context_length=round(workload.longest_sequence),
         )  # fmt: skip
-        kv_token = kv_bytes(size, self.gen)
+        kv_token = kv_bytes(size, self.gen, self.mode.gen_backend == "embedded")
         if self.mode.gen_backend in _SHARES:
             weights = _ITEM * stage_parameters(size, self.gen.pipeline) / self.gen.tensor
             cache = _SHARES[self.mode.gen_backend or ""] * total - weights
@@ -174,7 +174,7 @@ class Layout:
             weights_s=_ITEM * active / tensor / (gpu.bandwidth * backend.weights),
             compute_s=2 * active / (flops * backend.compute),
             sequence_s=backend.sequence_s + moved,
-            context_s=kv_bytes(size, self.gen) / (gpu.bandwidth * backend.cache),
+            context_s=kv_bytes(size, self.gen, self.mode.gen_backend == "embedded") / (gpu.bandwidth * backend.cache),
             prompt_s=2 * active / (flops * backend.prefill) + moved,
             request_s=backend.step_s,
             max_running=self.max_running,
@@ -246,15 +246,14 @@ class Layout:
         return UpdateCost(publish_s=copy_s + 0.05, load_s=copy_s + 0.1, pause_s=0.01, is_swap=is_swap)
 
 
-def kv_bytes(size: ModelSize, layout: ParallelStrategy) -> float:
+def kv_bytes(size: ModelSize, layout: ParallelStrategy, is_embedded: bool) -> float:
     """Return the bytes of keys and values of a token on one device of a server."""
-    return 2.0 * size.layers / layout.pipeline * -(-size.kv_heads // layout.tensor) * size.head_dim * _ITEM
+    return _ITEM * size.cached_numbers(layout.tensor, keeps_latent=not is_embedded) / layout.pipeline
 
 
 def active_parameters(size: ModelSize) -> float:
     """Return the parameters that a token uses in matrix products: of mixtures, those of its experts."""
-    attention = 2 * size.hidden * (size.query_width + size.key_width)
-    return size.layers * (attention + 3 * size.hidden * size.inner) + size.embedding
+    return size.layers * (size.attention + 3 * size.hidden * size.inner) + size.embedding
 
 
 def _short(side: ParallelStrategy) -> str:

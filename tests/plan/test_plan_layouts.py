@@ -14,7 +14,7 @@ from arealite.core import staleness_manager
 from arealite.dashboard.foresight import sweeps
 from arealite.dashboard.runs import Run
 from arealite.plan.hardware import GPUS, find_gpu
-from arealite.plan.layouts import Layout
+from arealite.plan.layouts import Layout, active_parameters, kv_bytes
 from arealite.plan.model_shape import MODELS, find_model
 from arealite.plan.search import evaluate, make_setup, search
 from arealite.plan.workload import Distribution, Workload
@@ -172,6 +172,21 @@ def test_experts_of_a_mixture_are_divided_where_that_pays():
     best = search(32, size, GPUS["H200"], replace(CONSTANT, prompts=32, samples=2), ROLLOUT, "sglang")
     assert all(c.layout.train.expert > 1 for c in best[:3])
     assert "; e" in best[0].reason() and f"e{best[0].layout.train.expert}" in best[0].layout.name
+
+
+def test_latent_attention_has_the_sizes_that_deepseek_publishes():
+    config = {
+        "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 129_280, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "tie_word_embeddings": False,
+    }  # fmt: skip
+    size = ModelSize.of(config, 671_000_000_000)
+    # 37 billion of a token; 70 KB of a token in a server that keeps the latent, and all heads in the embedded one.
+    assert active_parameters(size) / 1e9 == pytest.approx(37, rel=0.03)
+    sglang, embedded = (Layout.parse(f"{backend}.d1t8+d8", size, GPUS["H200"]) for backend in ("sglang", "embedded"))
+    assert kv_bytes(size, sglang.gen, False) == 2 * 61 * 576
+    assert kv_bytes(size, embedded.gen, True) == 2 * 61 * 2 * 16 * 192
 
 
 def test_layouts_that_cannot_divide_the_experts_are_refused():

@@ -342,8 +342,8 @@ def server_needs(
     running = config.max_running_requests or (MOST_RUNNING if on_gpu else FEW_RUNNING)
     sampling = 4.0 * running * size.vocab / tensor
     # In FP8 each head of a token has a scale.
-    head = size.head_dim + _SCALE if config.kv_cache_dtype == "fp8" else size.head_dim * item
-    kv_token = 2.0 * size.layers * -(-size.kv_heads // tensor) * head
+    cached = 1 + _SCALE / size.head_dim if config.kv_cache_dtype == "fp8" else item
+    kv_token = size.cached_numbers(tensor) * cached
     context = min(config.context_length or size.context, size.context)
     tokens = float(config.max_total_tokens or running * context)
     if config.max_total_tokens is None:

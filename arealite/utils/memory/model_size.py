@@ -40,6 +40,8 @@ class ModelSize:
     heads: int
     kv_heads: int
     head_dim: int
+    # Parameters of a layer's attention.
+    attention: int
     vocab: int
     context: int
     is_tied: bool
@@ -49,6 +51,8 @@ class ModelSize:
     experts: int = 0
     expert_inner: int = 0
     chosen_experts: int = 0
+    # Numbers from which a layer makes the keys and values of a token (latent attention of DeepSeek); 0 for others.
+    latent: int = 0
     # Whether queries and keys are normalized.
     has_head_norms: bool = False
     # `model_type` of the decoder; empty for sizes without a config.json.
@@ -67,7 +71,12 @@ class ModelSize:
         vocab, layers = number("vocab_size"), number("num_hidden_layers", "n_layer")
         inner = number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
         kv_heads = number("num_key_value_heads", default=heads)
-        head_dim = number("head_dim", default=hidden // heads)
+        # The cache has one width: that of the widest layers.
+        head_dim = max(number("head_dim", default=hidden // heads), number("global_head_dim"))
+        latent, attention = 0, 2 * hidden * (heads + kv_heads) * head_dim
+        if text.get("kv_lora_rank"):
+            kv_heads, head_dim = heads, number("qk_nope_head_dim") + number("qk_rope_head_dim")
+            latent, attention = _latent_attention(text)
         experts = number("num_experts", "num_local_experts", "n_routed_experts")
         expert = number("moe_intermediate_size", default=inner)
         shared = number("shared_expert_intermediate_size") or expert * number("n_shared_experts")
@@ -75,7 +84,7 @@ class ModelSize:
         is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
         if parameters is None:
             matrices = 2 if text.get("model_type") in _WITHOUT_GATE else 3
-            layer = 2 * hidden * (heads + kv_heads) * head_dim + matrices * hidden * all_inner + 2 * hidden
+            layer = attention + matrices * hidden * all_inner + 2 * hidden
             parameters = layers * layer + vocab * hidden * (1 if is_tied else 2)
         chosen = number("num_experts_per_tok", "top_k_experts", default=1) if experts else 0
         return cls(
@@ -85,6 +94,7 @@ class ModelSize:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            attention=attention,
             vocab=vocab,
             context=number("max_position_embeddings", "n_positions", default=2048),
             is_tied=is_tied,
@@ -92,6 +102,7 @@ class ModelSize:
             experts=experts,
             expert_inner=expert if experts else 0,
             chosen_experts=chosen,
+            latent=latent,
             has_head_norms=str(text.get("model_type")).startswith(_WITH_HEAD_NORMS) or bool(text.get("use_qk_norm")),
             family=str(text.get("model_type") or ""),
         )
@@ -116,6 +127,15 @@ class ModelSize:
             return stage / layout.tensor
         at_once = self.ends + 2 * max(0.0, stage - self.ends) / self.layers
         return min(stage, 4 * at_once) / layout.tensor
+
+    def cached_numbers(self, tensor: int, keeps_latent: bool = False) -> float:
+        """Return how many numbers a server keeps of a token on each of its tensor ranks.
+
+        `keeps_latent`: SGLang and vLLM keep the latent of a token, on every rank. The embedded engine keeps all heads.
+        """
+        if keeps_latent and self.latent:
+            return self.layers * self.latent
+        return 2.0 * self.layers * -(-self.kv_heads // tensor) * self.head_dim
 
     def copies(self, expert_ranks: int) -> float:
         """Ranks of an expert group to which a token is sent, if all experts are equally likely."""
@@ -178,6 +198,15 @@ class ModelSize:
         names = [target.rpartition(".")[2] for target in targets]
         chosen = names if names and widths.keys() >= set(names) else list(widths)
         return [widths[name] for name in chosen]
+
+
+def _latent_attention(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers that a layer keeps of a token, and the parameters of its attention."""
+    hidden, heads, rank = text["hidden_size"], text["num_attention_heads"], text["kv_lora_rank"]
+    plain, rotary, value = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
+    query, width = text.get("q_lora_rank"), heads * (plain + rotary)
+    queries = query * (hidden + width) if query else hidden * width
+    return rank + rotary, queries + hidden * (rank + rotary) + heads * (rank * (plain + value) + value * hidden)
 
 
 def read_model_size(path: str) -> ModelSize | None:
