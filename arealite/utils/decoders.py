@@ -33,6 +33,8 @@ IMAGE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "llava")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # These families put the window into the mask only and do not pass it to the attention function.
 _WINDOW_IN_MASK_ONLY = {"doge", "phimoe", "qwen2_moe"}
+# Names of the norms of queries and keys, beside `q_proj`.
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 _ELSEWHERE = "use another model, or serve it with sglang or vllm"
 # Exceptions that transformers raises for a damaged config or damaged weights.
 _LOAD_ERRORS = (
@@ -160,8 +162,15 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
 
     Some versions of transformers include the embeddings, which the engines split by their own rules.
     """
-    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    return {module: style for module, style in plan.items() if module.startswith("layers.")}
+    text = config.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    plan = {module: style for module, style in plan.items() if module.startswith("layers.")}
+    # Plans of GLM-4.5 and Phi leave out the norms of single heads: a rank has the gradient of its own heads only.
+    style = "replicated_with_grad_allreduce"
+    if text.model_type == "cohere" and text.use_qk_norm:
+        style = "norm_with_weights_per_head"
+    split = [module for module in plan if module.endswith(".q_proj") and plan[module] == "colwise"]
+    return {module.replace("q_proj", norm): style for module in split for norm in _HEAD_NORMS} | plan
 
 
 def original_length(config: PreTrainedConfig) -> int | None:

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -58,6 +59,10 @@ MODELS = {
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
     # Scales what it looks up in the embedding.
     "gemma": lambda: GemmaConfig(**_SIZE, head_dim=8),
+    # Its plan for tensor ranks leaves out the norms of single heads.
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_SIZE, head_dim=8, use_qk_norm=True, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2
+    ),
     # Its activation has parameters.
     "apertus": lambda: ApertusConfig(**_SIZE),
 }

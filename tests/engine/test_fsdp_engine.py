@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, GPT2Config
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
@@ -137,6 +137,7 @@ def _losses(rank, path, layout, steps):
         pytest.param("llama", "t2", 3, marks=pytest.mark.slow),
         ("gemma", "t2", 3),
         ("apertus", "t2", 3),
+        ("glm4_moe", "t2", 3),
         pytest.param("mixtral", "t2", 3, marks=pytest.mark.slow),
         ("deepseek_v3", "t2", 3),  # attention is whole on each rank
         # Keys and values of other sizes go round a ring.
@@ -215,6 +216,10 @@ def test_models_without_a_tensor_parallel_plan_are_rejected(model_dirs):
         check_layout(ParallelStrategy(tensor=2), config, 2)
     with pytest.raises(AllocationError, match=r"'gpt2' has no supported tensor-parallel plan.*use t1"):
         check_layout(ParallelStrategy(tensor=2), GPT2Config(), 2)
+    check_layout(ParallelStrategy(tensor=2), CohereConfig(), 2)
+    # Heads have different weights, which the plan of transformers does not divide.
+    with pytest.raises(AllocationError, match=r"'cohere' has no.*norm_with_weights_per_head.*use t1"):
+        check_layout(ParallelStrategy(tensor=2), CohereConfig(use_qk_norm=True), 2)
 
 
 def test_low_memory_adamw_has_the_losses_of_adamw(model_dirs):
