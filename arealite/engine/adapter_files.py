@@ -1,7 +1,8 @@
-"""Checks that saved adapters belong to the adapters of an engine, before they are loaded.
+"""Checks that saved adapters and optimizer states fit an engine, before they are loaded.
 
 Files of adapters hold the factors of `scale·B·A`; the scale is a setting. With another one, or without some of the
-adapters, the loaded model would be a different one, without any error.
+adapters, the loaded model would be a different one, without any error. In the same way the 8-bit codes of moments would
+be read as the moments themselves.
 """
 
 import json
@@ -30,7 +31,31 @@ def alpha_mark(config: TrainEngineConfig) -> dict[str, torch.Tensor]:
     return {f"{_ALPHA}{alpha_of(config)}": torch.zeros(1)} if config.lora_rank else {}
 
 
-def check_alpha_mark(path: str, config: TrainEngineConfig, names: Iterable[str]) -> None:
+def check_sharded(path: str, config: TrainEngineConfig, names: Collection[str], with_optim: bool) -> None:
+    """Raise if a sharded checkpoint has another alpha than the engine, or moments of another kind."""
+    _check_alpha_mark(path, config, names)
+    if with_optim:
+        _check_moments(path, config, names)
+
+
+def _check_moments(path: str, config: TrainEngineConfig, names: Collection[str]) -> None:
+    """Raise if saved moments are 8-bit codes and the optimizer has numbers, or the other way round.
+
+    Before its first step an optimizer has no moments.
+    """
+    assert config.optimizer is not None
+    kind = config.optimizer.type
+    has_moments = any(name.startswith("optim/") for name in names)
+    is_coded = any(name.startswith("optim/") and name.endswith("/exp_avg_scale") for name in names)
+    if has_moments and is_coded != (kind == "adamw_8bit"):
+        saved = "adamw_8bit" if is_coded else "adamw or adamw_bf16"
+        raise CheckpointError(
+            f"{path} has the states of optimizer.type={saved}, and this engine has optimizer.type={kind}, which stores "
+            f"them in another way. Set optimizer.type={saved}, or start a new run from saved weights"
+        )
+
+
+def _check_alpha_mark(path: str, config: TrainEngineConfig, names: Iterable[str]) -> None:
     """Raise if the tensors of a sharded checkpoint name another alpha than that of the engine."""
     saved = [name.removeprefix(_ALPHA) for name in names if name.startswith(_ALPHA)]
     if config.lora_rank and saved and saved != [str(alpha_of(config))]:

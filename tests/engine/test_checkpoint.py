@@ -184,6 +184,28 @@ def test_incomplete_foreign_and_missing_checkpoints_are_rejected(model_dirs, tmp
     assert all(map(torch.equal, before, engine.model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("saved", "other"), [("adamw_8bit", "adamw"), ("adamw_8bit", "adamw_bf16"), ("adamw", "adamw_8bit")]
+)
+def test_states_of_another_kind_of_optimizer_are_rejected(model_dirs, tmp_path, saved, other):
+    """Codes of 8 bits would be read as the moments themselves."""
+    meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    engines = {}
+    for kind in (saved, other):
+        config = engine_config(model_dirs["qwen2"])
+        config.optimizer.type = kind
+        engines[kind] = FSDPLMEngine(config)
+        engines[kind].initialize(SPEC)
+    engines[saved].train_lm(BATCH)
+    engines[saved].save(meta)
+    before = [p.detach().clone() for p in engines[other].model.parameters()]
+    with pytest.raises(CheckpointError, match=rf"optimizer.type={saved}.* this engine has optimizer.type={other},"):
+        engines[other].load(meta)
+    assert all(map(torch.equal, before, engines[other].model.parameters()))
+    engines[other].load(SaveLoadMeta(meta.path, "dcp"))
+    assert all(map(torch.equal, engines[saved].model.parameters(), engines[other].model.parameters()))
+
+
 def test_weights_through_shared_memory(model_dirs, tmp_path):
     engine = trained_engine(model_dirs["qwen2"])
     meta = WeightUpdateMeta("shm", str(tmp_path / "segment"), 1)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
-from arealite.engine.adapter_files import alpha_mark, check_alpha_mark
+from arealite.engine.adapter_files import alpha_mark, check_sharded
 from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, own_buffers, raise_on_all_ranks, replace_folder
 from arealite.engine.fsdp.optimizer import fit_scales
 from arealite.engine.fsdp.parallel import local
@@ -81,7 +81,7 @@ class HostCopy:
 def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     """Load on any number of ranks; check that it is complete and fits before changing anything."""
     metadata = _read_metadata(path)
-    check_alpha_mark(path, engine.config, metadata)
+    check_sharded(path, engine.config, metadata, with_optim)
     state = _model_state(engine)
     if with_optim:
         assert engine.optimizer is not None
