@@ -114,16 +114,18 @@ class RunDir:
         """Where weights pass from the trainer to servers in shared memory; chosen at the first use.
 
         The name is random, so that no other user can take it before. It is kept in the run directory, so that a
-        restarted trainer replaces what a killed one left. A name that was taken nevertheless is given up.
+        restarted trainer replaces what a killed one left. A name that was taken nevertheless is given up, and so is the
+        one in a copy of a run directory: the original run may still use it.
         """
         file = self.private / "segment"
         try:
-            name = file.read_text(errors="replace") if file.exists() else ""
+            make_private_folder(self.private)
+            folder = str(self.private.stat().st_ino)
+            name, _, owner = file.read_text(errors="replace").partition(" ") if file.exists() else ("", "", "")
             path = Path("/dev/shm") / name
-            if not _SEGMENT.fullmatch(name) or not _is_free_or_ours(path):
+            if owner != folder or not _SEGMENT.fullmatch(name) or not _is_free_or_ours(path):
                 path = Path("/dev/shm") / f"arealite-{secrets.token_hex(16)}"
-                make_private_folder(self.private)
-                write_file(file, path.name, private=True)
+                write_file(file, f"{path.name} {folder}", private=True)
         except OSError as error:
             raise self.unwritable(error) from error
         return path

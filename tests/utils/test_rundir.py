@@ -2,6 +2,7 @@ import fcntl
 import itertools
 import os
 import resource
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,7 +102,16 @@ def test_the_name_in_shared_memory_is_random_and_the_same_for_all_processes_of_a
     assert RunDir(tmp_path / "a").shared_weights == path
     assert RunDir(tmp_path / "b").shared_weights != path
     kept = tmp_path / "a" / "private" / "segment"
-    assert kept.read_text() == path.name and kept.stat().st_mode & 0o777 == 0o600
+    assert kept.read_text().startswith(f"{path.name} ") and kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_copy_of_a_run_directory_has_shared_memory_of_its_own_and_a_moved_one_keeps_it(tmp_path):
+    path = RunDir(tmp_path / "a").shared_weights
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    copied = RunDir(tmp_path / "copy").shared_weights
+    assert copied != path and RunDir(tmp_path / "copy").shared_weights == copied
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert RunDir(tmp_path / "moved").shared_weights == path
 
 
 @pytest.mark.parametrize("text", ["", "../../etc/passwd", "arealite-1", "\0"])
