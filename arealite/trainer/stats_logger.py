@@ -53,7 +53,11 @@ class StatsLogger:
         self.services = make_service_loggers(config, run_dir)
 
     def resume(self, step: int) -> None:
-        """Drop the lines of `step` and later steps, which run again."""
+        """Drop the results of `step` and later steps, which run again."""
+        if self._board is not None:
+            # TensorBoard hides what earlier files have of these steps. It reads that at the begin of a file.
+            self._board.close()
+            self._board.purge_step = step
         if not self._writes or not self.path.exists():
             return
         lines = self.path.read_text(errors="replace").splitlines()
