@@ -4,6 +4,9 @@
 points the link to it, and only then deletes the folder before it, unless that one was due anyway. `best.json` beside
 the link says which result it was, so that a run that resumes goes on comparing with it.
 
+A run that was killed may repeat the step of its best result. The folder of that result is then renamed to
+`best-step000100`, because the repeated step writes other weights to `step000100`.
+
 An evaluation beside training ends a few steps after it began, and its answers are from all versions in between. The
 model that is kept is the one at its end.
 """
@@ -12,7 +15,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from arealite.api.cli_args import SaverConfig
 from arealite.api.io_struct import Stats, StepInfo
@@ -56,13 +59,23 @@ class BestModel:
         self._has_warned = False
         self._link, self._file = saver.folder / "best", saver.folder / "best.json"
 
-    def resume(self, is_new_run: bool) -> None:
-        """Read the best result so far; a new run forgets that of an earlier one with the same name."""
-        if is_new_run and rank() == 0:
-            self._link.unlink(missing_ok=True)
-            self._file.unlink(missing_ok=True)
-        found = broadcast_json(self._read() if rank() == 0 else None)
-        self.best = None if found is None else Best(**found)
+    def resume(self, is_new_run: bool, num_steps: int | None = None) -> None:
+        """Read the best result so far; a new run forgets that of an earlier one with the same name.
+
+        `num_steps`: how many steps there are before the next one. Later ones run again.
+        """
+        found: Best | None = None
+        with on_all_ranks(f"{self._link}"):
+            if is_new_run and rank() == 0:
+                self._link.unlink(missing_ok=True)
+                self._file.unlink(missing_ok=True)
+            elif rank() == 0 and (found := self._read()) is not None:
+                if num_steps is not None and found.num_steps > num_steps:
+                    found = self._set_aside(found)
+                # A crash may have left a link to another model.
+                self._point_to(found)
+        values = broadcast_json(None if found is None else asdict(found))
+        self.best = None if values is None else Best(**values)
 
     def offer(self, info: StepInfo, stats: Stats, is_saved: bool) -> bool:
         """Keep the model of this step if its validation result is the best so far; returns whether it is.
@@ -116,14 +129,28 @@ class BestModel:
         aside.replace(self._link)
         write_file(self._file, json.dumps(asdict(best)), private=False)
 
-    def _read(self) -> dict | None:
+    def _set_aside(self, best: Best) -> Best:
+        """Rename the folder of a step that runs again; returns the result with the new name."""
+        kept = _with_own_folder(best)
+        if kept.folder != best.folder:
+            shutil.rmtree(self.saver.folder / kept.folder, ignore_errors=True)
+            (self.saver.folder / best.folder).rename(self.saver.folder / kept.folder)
+        return kept
+
+    def _read(self) -> Best | None:
         """Return the stored result if its model still exists."""
         try:
-            found = json.loads(self._file.read_text())
-            is_there = (self.saver.folder / Best(**found).folder).is_dir()
+            found = Best(**json.loads(self._file.read_text()))
+            # A crash may have come after the folder was renamed.
+            names = [best for best in (found, _with_own_folder(found)) if (self.saver.folder / best.folder).is_dir()]
         except (OSError, ValueError, TypeError):
             return None
-        return found if is_there else None
+        return names[0] if names else None
+
+
+def _with_own_folder(best: Best) -> Best:
+    """Return a result whose folder is written by no step."""
+    return replace(best, folder=f"best-{best.folder.removeprefix('best-')}", is_extra=True)
 
 
 def find_metric(stats: Stats, name: str | None, last: str | None = None) -> str | None:

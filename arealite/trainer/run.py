@@ -379,7 +379,7 @@ class Run:
             self._ledger.clear(("stream", "submitted", "direct"))
         elif self._ledger is not None:
             self._ledger.rewind(first, has_ended=lambda _: True)
-        self.best.resume(is_new_run=last is None)
+        self.best.resume(is_new_run=last is None, num_steps=first)
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first or -1)
         history = read_stats(self.dir) if rank() == 0 else []

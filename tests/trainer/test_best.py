@@ -89,6 +89,42 @@ def test_a_run_that_resumes_goes_on_comparing_and_a_new_one_does_not(tmp_path):
     assert new.best is None and not (tmp_path / "checkpoints/best").exists()
 
 
+@pytest.mark.parametrize("freq_steps", [None, 2])
+def test_the_best_model_of_a_step_that_runs_again_is_not_overwritten(tmp_path, freq_steps):
+    offer(make(tmp_path, freq_steps=freq_steps), 3, 0.5)
+    for _ in range(2):
+        again = make(tmp_path, freq_steps=2)
+        again.resume(is_new_run=False, num_steps=2)
+        # The repeated step has another model and another result, and is due.
+        again.saver.engine.value = "repeated"
+        again.saver.maybe_save(info(3))
+        assert not again.offer(info(3), {METRIC: 0.4}, True)
+        assert (tmp_path / "checkpoints/best/weights").read_text() == "3"
+        assert (tmp_path / "checkpoints/step000004/weights").read_text() == "repeated"
+    assert offer(again, 5, 0.6)
+    assert [path.name for path in again.saver.folder.glob("*best*")] == ["best", "best.json"]
+    last = make(tmp_path)
+    last.resume(is_new_run=False, num_steps=6)
+    assert last.best is not None and last.best.folder == "step000006"
+
+
+def test_a_crash_while_the_link_is_changed_leaves_the_best_result_so_far(tmp_path):
+    best = make(tmp_path)
+    offer(best, 3, 0.5)
+    # Killed after the link to a better model was made, and before its result was written.
+    offer(make(tmp_path / "other"), 4, 0.6)
+    (tmp_path / "other/checkpoints/step000005").rename(tmp_path / "checkpoints/step000005")
+    (tmp_path / "checkpoints/best").unlink()
+    (tmp_path / "checkpoints/best").symlink_to("step000005")
+    best.resume(is_new_run=False, num_steps=4)
+    assert (tmp_path / "checkpoints/best/weights").read_text() == "3"
+    # Killed after the folder was renamed, and before its new name was written.
+    (tmp_path / "checkpoints/step000004").rename(tmp_path / "checkpoints/best-step000004")
+    best.resume(is_new_run=False, num_steps=2)
+    assert best.best is not None and best.best.value == 0.5
+    assert (tmp_path / "checkpoints/best/weights").read_text() == "3"
+
+
 def test_a_run_that_resumes_with_another_metric_does_not_compare_its_results_with_those_of_the_last(tmp_path):
     offer(make(tmp_path), 3, 0.5)
     again = make(tmp_path, best_metric="eval/valid/reward")

@@ -26,7 +26,7 @@ class Engine:
             raise self.fail
         from pathlib import Path
 
-        Path(meta.path).mkdir(parents=True)
+        Path(meta.path).mkdir(parents=True, exist_ok=meta.weight_format == "hf")
         (Path(meta.path) / "weights").write_text(str(self.value))
 
     def load(self, meta: SaveLoadMeta) -> None:
