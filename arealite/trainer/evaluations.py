@@ -26,8 +26,11 @@ class Evaluations:
         # The last step, if another evaluation still ran then. The weights stay as they are after it.
         self._postponed: int | None = None
 
-    def before_steps(self, last: StepInfo | None) -> dict[int, Stats]:
-        """Evaluate before the first step, or after a resume if the evaluation of the `last` step was lost."""
+    def before_steps(self, last: StepInfo | None, is_done: bool = False) -> dict[int, Stats]:
+        """Evaluate before the first step, or after a resume if the evaluation of the `last` step was lost.
+
+        `is_done`: no step follows.
+        """
         first = 0 if last is None else last.global_step + 1
         if rank() == 0:
             self._remove_undone(first)
@@ -35,7 +38,10 @@ class Evaluations:
             return {}
         due = self.config.at_start_and_end
         if last is not None:
-            due = self.frequency.is_due(last) and broadcast_json(not self._has_result(last.global_step))
+            due = self.frequency.is_due(last) or (is_done and due)
+            due = due and broadcast_json(not self._has_result(last.global_step))
+            if due and is_done and rank() == 0:
+                show_message(f"the evaluation {describe_step(last.global_step)} has no result yet: it runs now")
         return self._start(first - 1) if due else {}
 
     def after_step(self, info: StepInfo, is_last: bool) -> dict[int, Stats]:

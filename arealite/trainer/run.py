@@ -180,15 +180,18 @@ class Run:
                 f"{self.spec.dataset_size} rows are {self.spec.total_train_steps} steps: to train longer, raise "
                 "total_train_epochs"
             )
-        if first >= self.spec.total_train_steps:
+        is_done = first >= self.spec.total_train_steps
+        if is_done:
             self._end_at_once(first)
-        else:
-            self._write_evaluations(self.evaluations.before_steps(self._info(first - 1) if first else None))
+        results = self.evaluations.before_steps(self._info(first - 1) if first else None, is_done)
+        self._write_evaluations(results)
+        self._offer(results)
         if self.rollout is not None and current_driver() is None:
             self.rollout.on_first_wait = self._warm_up
         self._server_counters.take()
         self.trace.take()
-        self._interrupt.install(has_step=first > 0)
+        if not is_done:
+            self._interrupt.install(has_step=first > 0)
         yield from status.count_steps(range(first, self.spec.total_train_steps))
 
     def _warm_up(self) -> None:
@@ -210,6 +213,8 @@ class Run:
             failure = self._save_last(last)
             if failure is not None:
                 raise failure
+        # For an evaluation that a crash has ended.
+        self._last_info, self._is_saved = last, True
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

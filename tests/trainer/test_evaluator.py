@@ -301,6 +301,10 @@ def test_after_a_resume_only_an_evaluation_that_was_lost_runs_again(tmp_path):
     for step in (0, 1):
         kept = Steps(run_dir, freq_steps=2)
         assert kept.schedule.before_steps(StepInfo(0, step, step, 100)) == {} and kept.step is None
+    # All steps are done: the evaluation after the last one runs again, too.
+    for options, expected in (({}, 2), ({"at_start_and_end": False}, None)):
+        done = Steps(run_dir, **options)
+        assert done.schedule.before_steps(StepInfo(0, 2, 2, 100), is_done=True) == {} and done.step == expected
     new = Steps(run_dir, at_start_and_end=False)
     assert new.schedule.before_steps(None) == {} and new.step is None and not list(run_dir.evaluations.iterdir())
 

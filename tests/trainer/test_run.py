@@ -14,6 +14,7 @@ from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from arealite.core.ledger.reading import open_ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.trainer.evaluator import BlockingEvaluator
 from arealite.trainer.run import NO_SIGNAL_STEPS, Run
 from arealite.trainer.server_counters import ServerCounters
 from tests.core.conftest import Echo, StubEngine
@@ -158,6 +159,33 @@ def test_a_model_that_cannot_be_written_is_an_error_and_the_next_start_writes_it
     with Run(config, spec, actor) as run:
         assert not list(run.steps())
     assert (run.dir.checkpoints / "step000002" / "model.safetensors").exists()
+
+
+class LateEvaluator(BlockingEvaluator):
+    """Has its result when the run waits for it, as an evaluation beside training."""
+
+    def take(self, wait=False):
+        return super().take() if wait else None
+
+
+@pytest.mark.parametrize("kind", [BlockingEvaluator, LateEvaluator])
+def test_a_run_that_was_killed_in_its_last_evaluation_evaluates_when_it_resumes(actor, config, kind, capfd):
+    config.recover.mode, config.recover.freq_steps = "auto", 1
+    spec = FinetuneSpec(1, 2, 1)
+    with Run(config, spec, actor) as run:
+        actor.destroy = lambda: None
+        for step in run.steps():
+            run.commit(step, {"loss": 1.0})
+    capfd.readouterr()
+    for is_first in (True, False):
+        with Run(config, spec, actor, evaluator=kind(lambda: {"eval/valid/pass@1": 0.5})) as run:
+            assert not list(run.steps())
+        assert [(row["step"], row.get("eval/valid/pass@1")) for row in read_stats(run)] == [
+            (0, None), (1, None), (1, 0.5),
+        ]  # fmt: skip
+        assert (run.dir.checkpoints / "best").resolve() == run.dir.checkpoints / "step000002"
+        out = capfd.readouterr().out
+        assert ("after step 2 has no result yet" in out) == is_first and "best model" in out
 
 
 class Rollout:
