@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from arealite.api.errors import DatasetError
+from arealite.utils.images.encoded import has_images
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -94,10 +95,11 @@ def read_tools(row: Row) -> Row:
 
 
 def refuse_images(row: Row) -> None:
-    """Raise `ValueError` for a row with `images`, which training on texts would leave out."""
-    if isinstance(row.get("images"), list | tuple | dict) and row["images"]:
+    """Raise `ValueError` for a row with images, which training on texts would leave out."""
+    if has_images(row):
+        name = "images" if row.get("images") else "image"
         raise ValueError(
-            "it has `images`, and this trainer reads texts only: remove the column, or train with a script and "
+            f"it has `{name}`, and this trainer reads texts only: remove the column, or train with a script and "
             "collate_vision_sft (docs/vision.md)"
         )
 

@@ -24,7 +24,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.vision_api import PlacedImage, has_image_parts
-from arealite.utils.images.encoded import check_count, decode_image, from_data_url, image_bytes
+from arealite.utils.images.encoded import check_count, decode_image, find_images, from_data_url, image_bytes
 from arealite.utils.script_check import end_check
 
 # What the processors of supported families return for images.
@@ -129,13 +129,11 @@ class VisionProcessor:
     def encode_row(self, data: dict[str, Any], image_folder: str | None = None, **variables: Any) -> VisionPrompt:
         """Tokenize the prompt of a row with its images; `variables` are those of the chat template.
 
-        A row has `images` and a prompt: `messages`, a `problem` or `question` for the chat template, or a `prompt` that
-        is taken as it is. Datasets mark the place of images as <image>, whatever the model's placeholder is. Without
-        marks, images come first. `input_ids` have expanded placeholders.
+        A row has `images` (or `image`) and a prompt: `messages`, a `problem` or `question` for the chat template, or a
+        `prompt` that is taken as it is. Datasets mark the place of images as <image>, whatever the model's placeholder
+        is. Without marks, images come first. `input_ids` have expanded placeholders.
         """
-        given = data.get("images", data.get("image"))
-        listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
-        images = [image_bytes(image, image_folder) for image in listed]
+        images = [image_bytes(image, image_folder) for image in find_images(data)]
         if data.get("messages") is not None:
             return self.encode_messages(_with_image_parts(data["messages"], len(images)), images, **variables)
         if "input_ids" in data:

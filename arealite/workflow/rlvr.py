@@ -5,6 +5,7 @@ It is a template for workflows of your own. A row has `messages` (the tokenizer'
 none, so that a run can be repeated.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from arealite.api.chat import decode_all, encode_chat, encode_text
@@ -14,9 +15,11 @@ from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFn, check_columns, is_async
 from arealite.api.trajectory import Trajectory
+from arealite.api.vision_api import has_image_parts
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.pool import RewardPool, check_rewards
 from arealite.utils.distributed import rank
+from arealite.utils.images.encoded import has_images
 from arealite.utils.script_check import is_check
 
 _PROMPT_COLUMNS = ("messages", "prompt", "input_ids", "seed")
@@ -79,7 +82,8 @@ class RLVRWorkflow(RolloutWorkflow):
 
     def refuse_images(self, data: dict[str, Any]) -> None:
         """Raise `DatasetError` for a row with images, which would be left out."""
-        if data.get("images"):
+        messages = [m for m in data.get("messages") or () if isinstance(m, Mapping)]
+        if has_images(data) or has_image_parts(messages):
             name = type(self).__name__
             raise DatasetError(f"a row has images, but {name} reads text only: use VisionRLVRWorkflow")
 

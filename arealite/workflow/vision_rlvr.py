@@ -16,10 +16,9 @@ from arealite.api.reward_api import RewardFn, check_columns
 from arealite.api.trajectory import Trajectory
 from arealite.api.vision_api import stop_at_placeholders
 from arealite.utils.decoders import has_vision
+from arealite.utils.images.encoded import IMAGE_COLUMNS
 from arealite.utils.vision import VisionProcessor, VisionPrompt
 from arealite.workflow.rlvr import RLVRWorkflow
-
-IMAGE_COLUMNS = ("images", "image")
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):

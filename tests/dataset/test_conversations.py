@@ -218,5 +218,8 @@ def test_rows_with_images_are_refused(tmp_path, tokenizer):
         path.write_text(json.dumps(row | {"images": []}) + "\n" + json.dumps(row | {"images": ["a.png"]}) + "\n")
         with pytest.raises(DatasetError, match="row 2: it has `images`, and this trainer reads texts only"):
             load(DatasetConfig(path=str(path)), tokenizer)
+        path.write_text(json.dumps(row | {"image": None}) + "\n" + json.dumps(row | {"image": "a.png"}) + "\n")
+        with pytest.raises(DatasetError, match="row 2: it has `image`, and this trainer reads texts only"):
+            load(DatasetConfig(path=str(path)), tokenizer)
     chosen = DatasetConfig(path=str(path), columns={name: name for name in pair})
     assert len(get_preferences(chosen, tokenizer)) == 2

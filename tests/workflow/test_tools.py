@@ -203,6 +203,14 @@ def test_rows_with_images_are_refused():
     workflow = make(make_chat_tokenizer("qwen25"), [scripted.add])
     with pytest.raises(DatasetError, match="a row has images, but ToolWorkflow reads text only"):
         workflow.check_row(ROW | {"images": [b"png"]})
+    for image in (b"png", {"bytes": b"png", "path": None}, "data:image/png;base64,AA==", "photo.PNG"):
+        with pytest.raises(DatasetError, match="a row has images"):
+            workflow.check_row(ROW | {"image": image})
+    part = {"role": "user", "content": [{"type": "image", "image": b"png"}, {"type": "text", "text": "how many?"}]}
+    with pytest.raises(DatasetError, match="a row has images"):
+        workflow.check_row(ROW | {"messages": [part]})
+    for image in (None, "docker.io/sandbox:1", {"bytes": None, "path": None}):
+        workflow.check_row(ROW | {"image": image, "images": []})
 
 
 def test_schemas_and_wrong_tools(tokenizer):

@@ -131,6 +131,8 @@ def test_rows_of_all_forms_become_the_same_prompt(folders, kind):
         {"images": [{"bytes": image, "path": None}], "messages": [{"role": "user", "content": "how many?"}]},
         {"images": [decode_image(image)], "messages": [part]},
         {"image": image, "question": "how many?"},
+        {"images": None, "image": image, "question": "how many?"},
+        {"images": [], "image": [image], "question": "how many?"},
         {"image": image, "prompt": f"<user>{placeholder(kind)}how many?<assistant>"},
     ]
     prompts = [processor.encode_row(row) for row in forms]

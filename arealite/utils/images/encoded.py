@@ -24,6 +24,39 @@ MAX_IMAGES = 64  # of one request
 MAX_IMAGE_BYTES = 16 << 20
 MAX_IMAGE_PIXELS = 1 << 25  # 96 MiB once decoded
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Columns of rows; one of them has the images.
+IMAGE_COLUMNS = ("images", "image")
+_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+
+
+def find_images(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row, of whichever form; empty if it has none.
+
+    A table of several datasets has both columns, and one of them is empty in each row.
+    """
+    for name in IMAGE_COLUMNS:
+        given = row.get(name)
+        listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+        if listed:
+            return listed
+    return []
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has images, which reading its text alone would leave out.
+
+    Text in `image` may be something else, such as the name of a container.
+    """
+    listed = row.get("images")
+    return bool(isinstance(listed, list | tuple | Mapping) and listed) or any(map(_is_image, find_images(row)))
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value.get("bytes") or value.get("path"))
+    if isinstance(value, str):
+        return value.startswith("data:image/") or value.lower().endswith(_FILES)
+    return isinstance(value, bytes | bytearray | memoryview) or hasattr(value, "save")
 
 
 def image_bytes(image: Any, folder: str | Path | None = None) -> bytes:
