@@ -28,6 +28,7 @@ from arealite.dataset.columns import (
 )
 from arealite.dataset.rows import load_dataset
 from arealite.dataset.streamed import map_lazily, open_streamed
+from arealite.utils.images.encoded import has_images
 
 QUESTION = "Question: {prompt}\nAnswer:"
 # Tokens by which a text may differ from its tokens within a chat.
@@ -95,6 +96,11 @@ class PromptMaker:
         """Return a row with `messages`, `prompt` or `input_ids`, checked, and the columns of the reward."""
         row = dict(apply_columns(self.adapt(raw) if self.adapt else raw, self.columns))
         _check_seed(row)
+        if self.config.few_shot and has_images(row):
+            # Examples are text: the images of the row would come first, and so belong to the first of them.
+            raise ValueError(
+                f"it has images, and few_shot={self.config.few_shot} shows rows without theirs: leave few_shot out"
+            )
         if "messages" in row and "prompt" in row:
             # A task may give both.
             del row["prompt" if self.is_chat else "messages"]

@@ -85,6 +85,16 @@ def test_worked_examples_come_from_the_first_rows_and_replace_the_instruction(lo
         load(columns={"prompt": "q"}, few_shot=1)
 
 
+@pytest.mark.parametrize("images", [{"images": ["a.png"]}, {"image": "a.png"}])
+def test_worked_examples_are_refused_for_rows_with_images(load, images):
+    """The image of a row would stand before the first example."""
+    rows = [{"prompt": "how many?", "answer": "1"}, {"prompt": "how many?", "answer": "2"} | images]
+    assert len(load(rows)) == 2
+    for given in (rows, rows[::-1]):
+        with pytest.raises(DatasetError, match=r"row \d: it has images, and few_shot=1 shows rows without theirs"):
+            load(given, few_shot=1)
+
+
 def test_a_system_message_of_a_row_wins_over_the_configured_one(load, tokenizer):
     own, user = {"role": "system", "content": "own"}, {"role": "user", "content": "Hi"}
     rows = [{"messages": [own, user], "answer": "1"}, {"messages": [user], "answer": "2"}]
