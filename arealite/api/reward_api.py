@@ -25,7 +25,8 @@ from arealite.api.errors import DatasetError
 # What every reward gets besides the columns of its row.
 _GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids")
 # Columns that workflows read and rewards do not get.
-_FOR_WORKFLOWS = ("messages", "input_ids", "seed", "images", "image")
+FOR_WORKFLOWS = ("messages", "input_ids", "seed", "images", "image")
+WITHHELD = "a column that the workflow reads and rewards do not get: put what it needs into a column of another name"
 # An answer with at least this reward is right: partial credit is no pass. Rewards pass through float32.
 SOLVED = 1.0 - 1e-4
 # Batches hold rewards in float32.
@@ -62,7 +63,10 @@ def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
         return
     name = getattr(fn, "__name__", type(fn).__name__)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in (*_GIVEN, *row)]
+    needed = [p.name for p in named if p.default is p.empty]
+    if withheld := [key for key in needed if key in FOR_WORKFLOWS]:
+        raise DatasetError(f"the reward {name} needs {withheld[0]!r}, {WITHHELD}")
+    missing = [key for key in needed if key not in (*_GIVEN, *row)]
     if "completions" in missing:
         raise DatasetError(
             f"the reward {name} takes `completions`, a list as in TRL. A reward that a configuration names scores one "
@@ -75,7 +79,7 @@ def check_columns(fn: Any, row: Mapping[str, Any]) -> None:
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    taken = {p.name for p in named} | set(_FOR_WORKFLOWS)
+    taken = {p.name for p in named} | set(FOR_WORKFLOWS)
     unused = [key for key in dict.fromkeys((*_GIVEN, *row)) if key not in taken]
     if unused:
         raise DatasetError(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.errors import ConfigError, RewardError
-from arealite.api.reward_api import Score, is_async, is_score
+from arealite.api.reward_api import FOR_WORKFLOWS, WITHHELD, Score, is_async, is_score
 from arealite.reward.pool import RewardPool, check_rewards, gather_or_cancel
 from arealite.utils.beside import run_beside
 from arealite.utils.pools.process_pool import never_import_script
@@ -118,7 +118,11 @@ def check_columns(parts: Sequence[RewardPart], columns: Sequence[str], dataset: 
         known = {*columns, *_GIVEN[part.takes_group]}
         for name, parameter in inspect.signature(part.fn).parameters.items():
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if is_named and parameter.default is parameter.empty and name not in known:
+            if not is_named or parameter.default is not parameter.empty:
+                continue
+            if name in FOR_WORKFLOWS:
+                raise ConfigError(f"the reward {_show(part.fn)} needs `{name}`, {WITHHELD}")
+            if name not in known:
                 raise ConfigError(
                     f"the reward {_show(part.fn)} needs `{name}`, but rows of {dataset} have the columns "
                     f"{', '.join(columns) or '(none)'}: add the column, or give the parameter a default"

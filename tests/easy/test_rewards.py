@@ -146,6 +146,10 @@ def test_weights_and_columns_are_checked():
     with pytest.raises(ConfigError, match=r"needs `answer`, but rows of eval_dataset have the columns \(none\)"):
         check_columns(read_rewards(lambda completion, answer: 1, None), [], "eval_dataset")
     check_columns(read_rewards([lambda completion, answer=None: 1, lambda completions, level: 1], None), ["level"])
+    check_columns(read_rewards(lambda completions, image=None: [1], None), ["image"])
+    for fn in (lambda completions, images: [1], lambda completion, images: 1):
+        with pytest.raises(ConfigError, match=r"needs `images`, a column that the workflow reads"):
+            check_columns(read_rewards(fn, None), ["images"])
 
 
 @pytest.mark.parametrize(

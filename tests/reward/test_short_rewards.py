@@ -153,6 +153,9 @@ def test_columns_that_a_part_misses_are_found_before_the_run():
             DatasetError, match="the reward math_reward needs 'answer', and a row has the columns prompt"
         ):
             check_columns(reward, {"prompt": "1+1?"})
+    for column, fn in (("images", lambda images, **row: 1.0), ("messages", lambda messages, **row: 1.0)):
+        with pytest.raises(DatasetError, match=f"needs '{column}', a column that the workflow reads and rewards"):
+            check_columns(CombinedReward({"seen": (1.0, fn)}), {column: ["a"]})
     judged = AsyncCombinedReward({"short": (1.0, lambda completion: 1.0)})
     with pytest.raises(DatasetError, match=r"does not take 'prompt'.*end its parameters with"):
         check_columns(judged, {"prompt": "1+1?"})
