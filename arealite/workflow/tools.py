@@ -6,6 +6,7 @@ returns is not trained on. A call that is malformed, raises, hangs or returns to
 """
 
 import asyncio
+import functools
 import inspect
 import pickle
 import re
@@ -170,11 +171,11 @@ def _check_sendable(tool: Callable[..., Any]) -> None:
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """Describe a function to the model, as OpenAI's `tools`: name, docstring, types of parameters."""
-    parameters = inspect.signature(tool).parameters.values()
+    parameters = _signature(tool).parameters.values()
     properties = {p.name: _parameter_schema(p) for p in parameters}
     required = [p.name for p in parameters if p.default is p.empty]
     schema = {"type": "object", "properties": properties, "required": required}
-    function = {"name": _name(tool), "description": inspect.getdoc(tool) or "", "parameters": schema}
+    function = {"name": _name(tool), "description": inspect.getdoc(_unwrap(tool)) or "", "parameters": schema}
     return {"type": "function", "function": function}
 
 
@@ -200,7 +201,7 @@ def _schema_of(kind: Any) -> dict[str, Any]:
 
 
 def _bad_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    signature = inspect.signature(tool)
+    signature = _signature(tool)
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -227,5 +228,21 @@ def _marker_pattern(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)")
 
 
+def _signature(tool: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature that the model sees: without arguments that `functools.partial` has set."""
+    try:
+        signature = inspect.signature(tool, eval_str=True)
+    # Annotations that are text may name what is imported for type checkers only.
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        signature = inspect.signature(tool)
+    given = tool.keywords if isinstance(tool, functools.partial) else {}
+    return signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in given])
+
+
+def _unwrap(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a `functools.partial`, which has no name and no docstring of its own."""
+    return tool.func if isinstance(tool, functools.partial) else tool
+
+
 def _name(tool: Callable[..., Any]) -> str:
-    return getattr(tool, "__name__", type(tool).__name__)
+    return getattr(_unwrap(tool), "__name__", type(tool).__name__)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from typing import Annotated, Literal
 
 import pytest
@@ -211,6 +212,32 @@ def test_rows_with_images_are_refused():
         workflow.check_row(ROW | {"messages": [part]})
     for image in (None, "docker.io/sandbox:1", {"bytes": None, "path": None}):
         workflow.check_row(ROW | {"image": image, "images": []})
+
+
+def test_arguments_that_a_partial_sets_are_not_the_models():
+    tokenizer = make_chat_tokenizer("qwen25")
+    tools = [partial(scripted.add, b=40), partial(scripted.double, times=3)]
+    schema = tool_schema(tools[0])["function"]
+    assert (schema["name"], schema["description"]) == ("add", "Add two numbers.")
+    assert schema["parameters"] == {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert list(tool_schema(partial(scripted.add, 1))["function"]["parameters"]["properties"]) == ["b"]
+    engine = ScriptedEngine(tokenizer, [call("add", a=2) + call("double", x=1) + call("add", a=2, b=3), "5"])
+    batch = run(make(tokenizer, tools), engine, ROW)
+    results = [text.strip().split("\n")[0] for text in engine.prompts[1].split("<tool_response>")[1:]]
+    assert results[:2] == ["42", "8"] and results[2].startswith("error: add: got an unexpected keyword argument 'b'")
+    assert batch["stats/tool_failures"].tolist() == [1]
+
+
+def test_annotations_that_are_text():
+    """Of modules with `from __future__ import annotations`."""
+
+    def find(word: "str", most: "int | None" = None, kind: "Literal['a', 'b']" = "a", x: "Unknown" = 0): ...  # noqa: F821
+
+    def count(most: "int | None" = None, kind: "Literal['a', 'b']" = "a"): ...
+
+    properties = tool_schema(count)["function"]["parameters"]["properties"]
+    assert properties == {"most": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
+    assert tool_schema(find)["function"]["parameters"]["properties"]["word"] == {"type": "string"}
 
 
 def test_schemas_and_wrong_tools(tokenizer):
