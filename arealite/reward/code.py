@@ -157,11 +157,16 @@ def _called(tests: Sequence[Any]) -> set[str]:
 def _test_cases(data: dict[str, Any]) -> list[tuple[str, str]]:
     """Return pairs of input and output for a program, if the row has them."""
     if data.get("test_cases"):
-        return [(str(case["input"]), str(case["output"])) for case in data["test_cases"]]
+        return [(_as_text(case["input"]), _as_text(case["output"])) for case in data["test_cases"]]
     given = _input_output(data)
     if not given or given.get("fn_name"):
         return []
-    return [(str(a), str(b)) for a, b in zip(given["inputs"], given["outputs"], strict=True)]
+    return [(_as_text(a), _as_text(b)) for a, b in zip(given["inputs"], given["outputs"], strict=True)]
+
+
+def _as_text(value: Any) -> str:
+    """Return what a program reads or prints; APPS has some of it as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _input_output(data: dict[str, Any]) -> dict[str, Any]:

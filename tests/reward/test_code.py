@@ -60,6 +60,9 @@ def test_programs_that_read_and_print():
     wrong = fenced("print(3)")
     assert (reward(completion=wrong, **PROGRAMS), share(completion=wrong, **PROGRAMS)) == (0.0, 0.5)
     assert reward(completion=right, input_output=json.dumps({"inputs": ["1 1"], "outputs": ["2"]})) == 1.0
+    lines = {"inputs": [["1 1", "5"]], "outputs": [["2"]]}
+    assert reward(completion=right, input_output=json.dumps(lines)) == 1.0
+    assert reward(completion=right, input_output=json.dumps(lines | {"outputs": [["2", "5"]]})) == 0.0
 
 
 @pytest.mark.parametrize(
