@@ -12,18 +12,24 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’„«»…–—。，、！？；：（）「」《》")
 
 
-def qa_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str], **data: Any) -> float:
+def qa_reward(prompt: str, completion: str, *ids: Any, answer: Any, **data: Any) -> float:
     """Return 1.0 if the final answer of a completion equals an accepted one, else 0.0."""
-    accepted = [answer] if isinstance(answer, str) else answer
+    accepted = _texts(answer)
     found = normalize(find_short_answer(completion))
     return float(bool(found) and any(found == normalize(each) for each in accepted))
 
 
-def f1_reward(prompt: str, completion: str, *ids: Any, answer: str | list[str], **data: Any) -> float:
+def f1_reward(prompt: str, completion: str, *ids: Any, answer: Any, **data: Any) -> float:
     """Return the F1 of the words that the final answer shares with the best of the accepted ones."""
-    accepted = [answer] if isinstance(answer, str) else answer
+    accepted = _texts(answer)
     found = normalize(find_short_answer(completion)).split()
     return max((_f1(found, normalize(each).split()) for each in accepted), default=0.0)
+
+
+def _texts(answer: Any) -> list[str]:
+    """Return the accepted answers, one or a list; JSON has years and amounts as numbers."""
+    accepted = [answer] if isinstance(answer, str | int | float) else answer
+    return [str(each) for each in accepted if each is not None]
 
 
 def _f1(found: list[str], wanted: list[str]) -> float:

@@ -72,6 +72,9 @@ def test_words_in_common():
     assert f1("<answer>" * 10**6 + "y", "y") == f1("<answer>z</answer>" * 10**5, "y") == 0.0
     assert qa_reward("", "The answer is “Saint Denis”.", [], [], answer="saint denis") == 1.0
     assert qa_reward("", "The answer is 北京。", [], [], answer="北京") == 1.0
+    for answer in (1945, ["the year 45", 1945]):
+        assert qa_reward("", "The answer is 1945.", [], [], answer=answer) == 1.0
+        assert f1_reward("", "The answer is 1945.", [], [], answer=answer) == 1.0
     assert qa_reward("", "<answer>y</answer> or <answer>z</answer>", [], [], answer="z") == 1.0
 
 
