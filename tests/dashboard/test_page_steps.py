@@ -29,7 +29,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(run: Path) -> Iterator[str]:
+def late(run: Path) -> None:
+    """The statistics of the same run, and results that `arealite evaluate` has added after its end."""
+    path = run.parent / "late"
+    path.mkdir()
+    path.joinpath("config.yaml").write_text(f"total_train_steps: {STEPS}\n")
+    lines = [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+    added = [
+        {"step": step, "time": lines[-1]["time"] + step, "eval/gsm8k/pass@1": 0.25, "eval/gsm8k/sampling/top_p": 1.0}
+        for step in (9, 19, 29)
+    ]
+    path.joinpath("stats.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, *added]))
+
+
+@pytest.fixture(scope="module")
+def address(run: Path, late: None) -> Iterator[str]:
     with serve(run.parent) as found:
         yield found
 
@@ -58,6 +72,26 @@ def test_evaluations_are_drawn_after_the_step_that_they_follow(pages: Pages):
     rows = saved_csv(page, "[aria-label='Save as CSV: pass@1']")
     steps = [int(row["step"]) for row in rows if any(value for name, value in row.items() if name != "step")]
     assert steps == [0, 20, 40, 60]
+
+
+@pytest.mark.parametrize("axis", ["step", "time"])
+def test_results_of_earlier_checkpoints_hide_no_later_step(pages: Pages, run: Path, axis: str):
+    page = visit(pages, "late", "curves", f"?find=grad_norm&x={axis}&smooth=0")
+    page.locator(".chart-card h3:text-is('grad_norm')").wait_for()
+    assert page.locator(".kpi:has-text('Step') .kpi-value").first.inner_text() == f"{STEPS} / {STEPS}"
+    assert page.locator(".kpi-bar").first.evaluate("(node) => node.style.width") == "100%"
+    lines = [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+    values = {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
+    times = {line["step"]: line["time"] - lines[0]["time"] for line in lines}
+    # What the page reads off at each of the last steps.
+    script = """async ([xs]) => {
+        const { nearest } = await import('/static/series.js');
+        const { scale, data: { series: [{ x, y }] } } = document.querySelector('.chart').chart;
+        return [scale.x1 >= xs.at(-1), xs.map((at) => y[nearest(x, y, at)])] }"""
+    page.wait_for_function("() => document.querySelector('.chart').chart.scale")
+    last = range(STEPS - 15, STEPS)
+    xs = [step + 1 if axis == "step" else times[step] for step in last]
+    assert page.evaluate(script, [xs]) == [True, [values[step] for step in last]]
 
 
 def test_an_alarm_leads_to_the_rollouts_of_its_step(pages: Pages, run: Path):

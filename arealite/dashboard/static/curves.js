@@ -4,7 +4,7 @@ import { debounce, emptyState, h, icon, openDialog, replace, segmented, store, s
 import { duration, num } from "./format.js";
 import { Chart, ChartGroup } from "./chart.js";
 import { keep } from "./route.js";
-import { nearest } from "./series.js";
+import { nearest, risingOrder } from "./series.js";
 import { seriesColor } from "./colors.js";
 import { runPath } from "./api.js";
 import { evaluationsOf, eventsOf, findRun, loadEvaluations, loadEvents, loadStats, statsOf, xOf, xValues } from "./store.js";
@@ -124,8 +124,9 @@ function renderLegend(node, context) {
 
 const last = (values) => values?.findLast((v) => v !== null) ?? null;
 
+/** Return the mean of some of the known values: lines of evaluations have none of a step. */
 function meanOf(values, from, to) {
-  const known = (values ?? []).slice(from, to).filter((v) => v !== null);
+  const known = (values ?? []).filter((v) => v !== null).slice(from, to);
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
 }
 
@@ -134,9 +135,11 @@ function renderKpis(node, context) {
   const run = findRun(id);
   const { columns, rows } = statsOf(id);
   if (!rows) return replace(node);
+  // Not the last line, nor the number of lines: evaluations have lines of their own, with an earlier step.
+  const step = columns.step.reduce((most, each) => Math.max(most, each ?? 0), 0);
   const trend = (name, goodUp, form = num) => {
     const now = meanOf(columns[name], -10);
-    const before = rows >= 40 ? meanOf(columns[name], -40, -20) : null;
+    const before = step >= 40 ? meanOf(columns[name], -40, -20) : null;
     if (now === null) return [form(last(columns[name])), ""];
     const change = before ? (now - before) / Math.abs(before) : 0;
     const text = Math.abs(change) < 0.005 ? "" : `${change > 0 ? "▲" : "▼"} ${Math.min(999, Math.abs(change) * 100).toFixed(Math.abs(change) < 0.1 ? 1 : 0)}%`;
@@ -144,9 +147,9 @@ function renderKpis(node, context) {
   };
   const total = run?.total_steps;
   const perStep = meanOf(columns["time/step"], -20);
-  const left = total && perStep && run.live ? `${duration((total - rows) * perStep)} left` : perStep ? `${duration(perStep)} each` : "";
+  const left = total && perStep && run.live ? `${duration((total - step) * perStep)} left` : perStep ? `${duration(perStep)} each` : "";
   const tiles = [
-    ["Step", [total ? `${last(columns.step)} / ${total}` : String(last(columns.step)), left], total ? rows / total : null],
+    ["Step", [total ? `${step} / ${total}` : String(step), left], total ? step / total : null],
     ["Reward", trend("reward", true)], ["NLL", trend("nll", false)], ["Accuracy", trend("accuracy", true)], ["Answer length", trend("answer_len", null)], ["Entropy", trend("entropy", null)],
     ["Staleness", trend("staleness", null)], ["Tokens/s", trend("tokens_per_s", true)],
     ["Idle", trend("idle/trainer", false, (v) => (v === null ? "–" : `${Math.round(v * 100)}%`))],
@@ -269,12 +272,15 @@ function fillCard(own, context, card, found) {
   for (const id of ids) {
     if (!Array.isArray(found)) { series.push(...evaluationSeries(own, context, id, found)); continue; }
     const { columns } = statsOf(id);
-    const x = xValues(id, own.x);
+    const xs = xValues(id, own.x);
+    const order = risingOrder(xs);
+    const inOrder = (values) => (order ? order.map((at) => values[at]) : values);
+    const x = inOrder(xs);
     found.forEach((name, i) => {
       if (!columns[name]?.some((v) => v !== null)) return;
       const short = many ? context.runName(id).split("/").at(-1) : shortName(name);
       series.push({
-        name: many ? (found.length > 1 ? `${short} · ${name}` : short) : name, short: many && found.length > 1 ? `${short} · ${name}` : short, x, y: columns[name],
+        name: many ? (found.length > 1 ? `${short} · ${name}` : short) : name, short: many && found.length > 1 ? `${short} · ${name}` : short, x, y: inOrder(columns[name]),
         color: many ? context.runColor(id) : seriesColor(i), dash: many ? DASHES[i % DASHES.length] : i && name.endsWith("/max") ? [4, 3] : [],
       });
     });

@@ -27,6 +27,16 @@ export function extent(x, y, range, positive = false) {
   return [low, high];
 }
 
+/**
+ * Return the positions of the values of `xs` in rising order; null if they rise already. Values that are null are left
+ * out. The line of an evaluation has the step at which it began, so it may stand behind later steps.
+ */
+export function risingOrder(xs) {
+  let last = -Infinity;
+  if (xs.every((x) => x !== null && x >= last && ((last = x), true))) return null;
+  return [...xs.keys()].filter((i) => xs[i] !== null).sort((a, b) => xs[a] - xs[b]);
+}
+
 /** Return the index of the value nearest to `x` that has a y, or -1. `xs` rises. */
 export function nearest(xs, ys, x) {
   let low = 0;
