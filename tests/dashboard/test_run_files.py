@@ -6,6 +6,7 @@ import pytest
 
 from arealite.core.ledger import reading
 from arealite.dashboard.runs import MAX_RUNS, Runs
+from arealite.utils.rundir import RunDir
 from tests.dashboard.client import Dashboard
 from tests.dashboard.make_run import make_run
 
@@ -127,6 +128,19 @@ def test_evaluations(runs):
     }
     row = next(row for row in rows if row["metric"] == "pass@1")
     assert row["low"] < row["value"] < row["high"] and row["version"] == row["step"] + 1
+
+
+def test_results_of_a_later_evaluation_replace_all_of_an_earlier_one(runs):
+    """As in `arealite report`: with fewer samples, pass@8 of the first evaluation is none of the second."""
+    before = {"eval/gsm8k/pass@1": 0.25, "eval/gsm8k/pass@8": 0.5, "eval/math/pass@1": 0.1}
+    after = {"eval/gsm8k/pass@1": 0.75, "eval/gsm8k/pass@1/low": 0.7, "eval/gsm8k/sampling/top_p": 1.0}
+    with RunDir(runs / "exp" / "a").stats_path.open("a") as file:
+        file.writelines(json.dumps({"step": 40, "time": 1.7e9, **values}) + "\n" for values in (before, after))
+    with Dashboard(runs) as page:
+        rows = page.json(f"/api/runs/{page.run_id('exp/a')}/evaluations")["rows"]
+    found = {(row["set"], row["metric"]): (row["value"], row["low"]) for row in rows if row["step"] == 40}
+    assert found == {("math", "pass@1"): (0.1, None), ("gsm8k", "pass@1"): (0.75, 0.7)}
+    assert {row["metric"] for row in rows} == {"pass@1", "maj@8", "length"}
 
 
 def test_configuration_and_comparison(runs):

@@ -28,6 +28,8 @@ const SECTIONS = [
 ];
 const X_NAMES = { step: ["step", "integer"], time: ["time", "duration"], samples: ["samples", "integer"] };
 const MAX_FOUND = 36;
+// With 64 samples there are pass@1 to pass@64, maj@2 to maj@64, and five more.
+const MAX_METRICS = 24;
 const DASHES = [[], [5, 3], [2, 2], [8, 3, 2, 3], [1, 3]];
 
 export function curvesView(root, context) {
@@ -179,7 +181,7 @@ function plan(own, context) {
   for (const id of context.runs()) {
     for (const { set, metric } of evaluationsOf(id)) metrics.set(metric, (metrics.get(metric) ?? new Set()).add(set));
   }
-  const evaluations = [...metrics].slice(0, 12).map(([metric, sets]) => [sets.size > 1 ? metric : `${metric} on ${[...sets][0]}`, { metric, sets: [...sets] }, `eval ${metric}`]);
+  const evaluations = [...metrics].slice(0, MAX_METRICS).map(([metric, sets]) => [sets.size > 1 ? metric : `${metric} on ${[...sets][0]}`, { metric, sets: [...sets] }, `eval ${metric}`]);
   const hasIntervals = context.runs().some((id) => evaluationsOf(id).some((row) => row.low !== null));
   sections.splice(1, 0, ["Evaluation", hasIntervals ? "with 95% intervals" : "on validation data", evaluations]);
   const pins = own.pins.filter((name) => known.has(name)).map(one);
