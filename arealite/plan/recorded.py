@@ -90,7 +90,7 @@ def _read_shapes(recording: Recording, database: sqlite3.Connection, limit: floa
         samples.setdefault(episode, []).append(SampleTokens(tokens, answer))
     started = in_steps(recording)[-_MOST_EPISODES:]
     played = [e for e in started if e.state not in ("failed", "rejected", "running") and e.tokens > 0]
-    generated = _num_generated(database)
+    generated = _num_generated(database, recording.began)
     if generated is not None:
         ended_s, all_s = (sum(map(_generate_s, rows)) for rows in (recording.episodes, recording.started))
         # Those that had not ended have a part of it.
@@ -111,13 +111,13 @@ def _answer_limit(config: dict[str, Any]) -> float:
     return float((config.get("gconfig") or {}).get("max_new_tokens") or "inf")
 
 
-def _num_generated(database: sqlite3.Connection) -> float | None:
-    """Return the tokens that servers generated for training; None if that is not known."""
+def _num_generated(database: sqlite3.Connection, began: float) -> float | None:
+    """Return the tokens that servers generated for training since a time; None if that is not known."""
     if database.execute("SELECT 1 FROM episodes WHERE source = 'direct' LIMIT 1").fetchone():
         # Evaluations count, too.
         return None
-    query = "SELECT SUM(most) FROM (SELECT MAX(generated_tokens) AS most FROM servers GROUP BY address)"
-    return database.execute(query).fetchone()[0]
+    each = "SELECT MAX(generated_tokens) AS most FROM servers WHERE time >= ? GROUP BY address"
+    return database.execute(f"SELECT SUM(most) FROM ({each})", (began,)).fetchone()[0]
 
 
 def _workload(config: dict[str, Any], recording: Recording, shapes: list[EpisodeShape]) -> Workload:

@@ -108,7 +108,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Recording:
-    """Steps in order, and all episodes of the training stream in order of their number."""
+    """Steps and episodes of the training stream in order of their number, of the last start."""
 
     settings: Settings
     steps: Sequence[PlayedStep]
@@ -128,6 +128,8 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     # Tokens of the longest answer of episodes whose text is kept, by number.
     longest: Mapping[int, int] = field(default_factory=dict)
+    # When a run that was resumed began again; 0 for others.
+    began: float = 0.0
 
     @property
     def started(self) -> list[PlayedEpisode]:
@@ -149,30 +151,34 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
     path = folder / "run.sqlite"
     if not path.exists():
         raise RecordingError(f"{folder} has no run.sqlite: the run has not started, or it trains without rollouts")
+    timed = [line for line in stats if line.get("time/step") is not None]
+    lines = {int(line["step"]): line for line in timed if line.get("step", -1) >= 0}
     try:
         with contextlib.closing(open_ledger(path)) as db:
             episodes = _read_episodes(db, path)
             running = db.execute(_RUNNING_QUERY).fetchall()
-            ready = dict(db.execute(_READY_QUERY).fetchall())
-            samples = db.execute(_SERVERS_QUERY).fetchall()
-            server_use = read_server_use(db)
+            steps, notes = _make_steps(lines, dict(db.execute(_READY_QUERY).fetchall()), episodes)
+            # Servers of an earlier start are others; between the two starts there may be days.
+            (began,) = db.execute(_RESUMED_QUERY, (steps[0].ready_at,)).fetchone()
+            samples = db.execute(_SERVERS_QUERY, (began,)).fetchall()
+            server_use = read_server_use(db, began)
             longest = dict(db.execute(_LONGEST_QUERY).fetchall())
     except sqlite3.Error as error:
         raise RecordingError(
             f"cannot read the ledger {path}: {error}. It is damaged or of another arealite version"
         ) from error
-    timed = [line for line in stats if line.get("time/step") is not None]
-    lines = {int(line["step"]): line for line in timed if line.get("step", -1) >= 0}
-    steps, notes = _make_steps(lines, ready, episodes)
     batches = Counter(episode.step for episode in episodes)
     batch_size = max(batches[step.number] for step in steps)
     config = _read_config(folder / "config.yaml")
     settings = _settings(config["rollout"], batch_size, _count_servers(samples))
     used = [lines[step.number] for step in steps]
+    # What is played again must be of the same start as its steps.
+    first = steps[0].number
+    played = [e for e in episodes if (e.finished_at >= began if e.step is None else e.step >= first)]
     return Recording(
         settings,
         steps,
-        episodes,
+        played,
         _server_rates(samples),
         server_use,
         _cores(config, server_use, used),
@@ -182,6 +188,7 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
         _unfinished(running, steps, episodes),
         notes,
         longest,
+        began,
     )
 
 
@@ -191,7 +198,8 @@ _READY_QUERY = (
     "GROUP BY step"
 )
 _LONGEST_QUERY = "SELECT episode, MAX(answer_tokens) FROM rollouts WHERE source != 'direct' GROUP BY episode"
-_SERVERS_QUERY = "SELECT time, address, running, generated_tokens, waiting FROM servers ORDER BY time"
+_RESUMED_QUERY = "SELECT COALESCE(MAX(time), 0) FROM events WHERE kind = 'recover' AND time <= ?"
+_SERVERS_QUERY = "SELECT time, address, running, generated_tokens, waiting FROM servers WHERE time >= ? ORDER BY time"
 
 
 _RUNNING_QUERY = (

@@ -45,11 +45,12 @@ class StepCost(NamedTuple):
     prompt_s: float
 
 
-def read_server_use(db: sqlite3.Connection) -> ServerUse:
-    """Return the sums over all servers of a run."""
+def read_server_use(db: sqlite3.Connection, began: float = 0.0) -> ServerUse:
+    """Return the sums over all servers of a run that worked after a time."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'server_steps'").fetchone():
         return ServerUse((), None)
-    run, trial, found = [], [], db.execute("SELECT steps, cpu_s FROM server_steps").fetchall()
+    run, trial = [], []
+    found = db.execute("SELECT steps, cpu_s FROM server_steps WHERE time >= ?", (began,)).fetchall()
     for text, _ in found:
         rows = json.loads(text)
         # Older versions wrote the rows of the run only.

@@ -248,7 +248,7 @@ class Ledger:
                 for table in ("episodes", "episode_times", "rollouts", "buffer"):
                     db.execute(f"DELETE FROM {table} WHERE source = ?", (source,))
             if "stream" in sources:
-                for table in ("events", "ages", "servers"):
+                for table in ("events", "ages", "servers", "server_steps"):
                     db.execute(f"DELETE FROM {table}")
 
         self._run_now(job)

@@ -51,6 +51,25 @@ def test_after_a_resume_only_the_last_start_is_read(tmp_path):
     assert recording.notes == ["the run was resumed: only steps from 3 on are analysed"]
 
 
+def test_servers_and_episodes_of_an_earlier_start_do_not_count(tmp_path):
+    """Two servers with other ports, an hour before the run was resumed, and an episode that failed then."""
+    stats = write_run(tmp_path, 5, startup=(0, 2))
+    ledger = Ledger(tmp_path / "run.sqlite")
+    steps = json.dumps([[10, 40, 0, 1.0, 1.0]])
+    samples = [ServerSample(at, "s0", 0, True, 4, 0, 0.0, 0, 0, int(at), 0.0, steps, 1.0) for at in (1000.0, 1001.0)]
+    ledger.record(EpisodeRow(10, "failed", "", 0, None, None, started_at=990.0, ended_at=991.0))
+    ledger.record_times(TimesRow(10, 991.0, '[["generate",1.0]]'))
+    ledger.sample([*samples, *(row._replace(time=row.time - 3600, address="old") for row in samples)])
+    ledger.close()
+    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+        db.execute("INSERT INTO events VALUES (999.5, 'recover', 'resumed at step 2', 2, 'info')")
+    recording = read_recording(tmp_path, stats)
+    assert recording.settings.servers == 2
+    assert [episode.number for episode in recording.episodes] == [4, 5, 6, 7, 8, 9]
+    assert min(load.time for load in recording.loads) == 1000.0
+    assert recording.server_use.cpu_s == 1.0 and [row.steps for row in recording.server_use.steps] == [10]
+
+
 def test_steps_before_a_hole_are_left_out(tmp_path):
     stats = write_run(tmp_path, 5)
     recording = read_recording(tmp_path, [line for line in stats if line["step"] != 1])
