@@ -87,3 +87,21 @@ def test_tensorboard_files(tmp_path):
     logger.commit(0, {"loss": 1.0})
     logger.close()
     assert list(run_dir.tensorboard.glob("events*"))
+
+
+@pytest.mark.parametrize("first", [2, -1], ids=["checkpoint", "none"])
+def test_tensorboard_has_steps_that_ran_again_once(tmp_path, first):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger, run_dir = make(tmp_path, "stats_logger.tensorboard=true")
+    for step in range(4):
+        logger.commit(step, {"loss": 1.0})
+    logger.close()
+    logger, _ = make(tmp_path, "stats_logger.tensorboard=true")
+    logger.resume(first)
+    for step in range(max(0, first), 5):
+        logger.commit(step, {"loss": 0.5})
+    logger.close()
+    events = accumulator.EventAccumulator(str(run_dir.tensorboard))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert shown == [(step, 1.0 if step < first else 0.5) for step in range(5)]
