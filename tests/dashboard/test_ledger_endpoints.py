@@ -5,6 +5,7 @@ import sqlite3
 
 import pytest
 
+from arealite.core.ledger import reading
 from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
 from tests.dashboard.client import Dashboard
 from tests.dashboard.make_run import HOSTILE, SERVERS, STARTED, make_run
@@ -176,6 +177,8 @@ def test_csv_of_rollouts(page):
     assert len(rows) == rollouts(page, "min_reward=0.5")["total"]
     assert {"reward", "prompt", "completion"} <= set(rows[0])
     assert not any(value.startswith(("=", "+", "@")) for row in rows for value in row.values())
+    # As docs/dashboard.md says.
+    assert max(len(row["completion"]) for row in rows) == reading.MAX_PREVIEW == 200
 
 
 def test_a_run_that_goes_on(tmp_path):
