@@ -55,15 +55,11 @@ class StatsLogger:
     def resume(self, step: int) -> None:
         """Drop the results of `step` and later steps, which run again."""
         if self._board is not None:
-            # TensorBoard hides what earlier files have of these steps. It reads that at the begin of a file.
-            self._board.close()
-            self._board.purge_step = step
-        if not self._writes or not self.path.exists():
-            return
-        if self._board is not None:
             # Its files are never rewritten: a mark in the new one makes readers drop these steps of earlier ones.
             self._board.close()
             self._board = type(self._board)(self._board.log_dir, purge_step=step)
+        if not self._writes or not self.path.exists():
+            return
         lines = self.path.read_text(errors="replace").splitlines()
         kept = "".join(f"{line}\n" for line in lines if _step_of(line) < step)
         try:

@@ -36,21 +36,6 @@ def test_resume_drops_steps_that_run_again(tmp_path):
     assert [(s["step"], s["loss"]) for s in read_stats(run_dir)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
-def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for first, values in (-1, [0.0, 1.0, 2.0, 3.0]), (2, [20.0, 30.0]):
-        logger, run_dir = make(tmp_path, "stats_logger.tensorboard=true")
-        logger.resume(first)
-        for step, value in enumerate(values, max(first, 0)):
-            logger.commit(step, {"loss": value})
-        logger.close()
-    board = EventAccumulator(str(run_dir.tensorboard)).Reload()
-    found = [(event.step, event.value) for event in board.Scalars("loss")]
-    assert found == [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0)]
-
-
 def test_an_evaluation_replaces_the_results_of_an_earlier_one_of_the_same_set(tmp_path):
     logger, run_dir = make(tmp_path)
     logger.commit(3, {"loss": 1.0})
