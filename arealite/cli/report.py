@@ -34,6 +34,7 @@ from arealite.utils.text import clean
 from arealite.utils.trace.trace_file import Lane, read_trace
 
 _MAX_TEXT = 400
+_MAX_ALARMS = 20
 # Of a run without a finished step: most lines of evidence, and the wait of a process that counts as a hang.
 _MAX_EVIDENCE, _PATIENCE_S = 8, 60.0
 _STARTUP = "time/startup/"
@@ -73,8 +74,8 @@ def main(argv: list[str]) -> None:
             console.print(waits_table(waits))
         for line in wait_lines(run_dir, steps):
             console.print(line, markup=False, soft_wrap=True, highlight=False)
-        for line in alarm_lines(steps):
-            console.print(line, markup=False, soft_wrap=True)
+        for line in alarm_texts(run_dir) or alarm_lines(steps):
+            console.print(line, markup=False, soft_wrap=True, highlight=False)
     evaluations = [(step["step"], step) for step in every if set_names(step)]
     if evaluations:
         console.print(evaluation_table(evaluations))
@@ -118,8 +119,20 @@ def steps_table(steps: list[dict[str, Any]], num_rows: int, width: int) -> Table
     return step_table(shown, [(step["step"] + 1, step) for step in sample], width, f"{len(steps)} steps")
 
 
+def alarm_texts(run_dir: RunDir) -> list[str]:
+    """Return what alarms said, by the ledger; the newest ones of many."""
+    if not run_dir.db_path.exists():
+        return []
+    query = "SELECT step, text FROM events WHERE level = 'alarm' ORDER BY time DESC"
+    with contextlib.closing(open_ledger(run_dir.db_path)) as database:
+        found = database.execute(query).fetchall()
+    lines = [f"alarm after step {(step or 0) + 1}: {clean(text)}" for step, text in reversed(found[:_MAX_ALARMS])]
+    left = len(found) - len(lines)
+    return [f"{left} earlier alarms are in run.sqlite, table events", *lines] if left else lines
+
+
 def alarm_lines(steps: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each step that raised alarms; their texts are in the log of the trainer."""
+    """Return a line for each step that raised alarms, for runs without a ledger."""
     prefix, lines = "alarm/", []
     for step in steps:
         names = [key.removeprefix(prefix) for key in step if key.startswith(prefix)]

@@ -42,10 +42,11 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     """Return what a run tells. `steps` are its statistics."""
     run_dir = RunDir(folder)
     run_dir.check()
-    warm = [step for step in steps if step.get("step", -1) >= FILLING_STEPS]
-    if len(warm) < 3:
-        raise ConfigError(f"{run_dir.path} has {len(steps)} steps; at least {FILLING_STEPS + 3} are needed")
+    warm = warm_steps(run_dir, steps, 0)
     recording = read_recording(run_dir.path, steps)
+    if recording.began:
+        # A run that was resumed starts processes and fills its pipeline again.
+        warm = warm_steps(run_dir, steps, recording.steps[0].number)
     config: dict[str, Any] = yaml.safe_load(run_dir.config_path.read_text())
     mode = AllocationMode.from_str(config.get("allocation_mode") or "embedded.d1+d1")
     with contextlib.closing(open_ledger(run_dir.db_path)) as database:
@@ -72,6 +73,16 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
         return match(first, target)
     is_counted = any(any(episode.answers) for episode in recording.episodes)
     return match_servers(first, target, _COUNTED_ERROR if is_counted else _GUESSED_ERROR)
+
+
+def warm_steps(run_dir: RunDir, steps: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+    """Return the steps of a start after those that fill the pipeline."""
+    own = [step for step in steps if step.get("step", -1) >= first]
+    warm = [step for step in own if step["step"] >= first + FILLING_STEPS]
+    if len(warm) < 3:
+        since = " since it was resumed" if first else ""
+        raise ConfigError(f"{run_dir.path} has {len(own)} steps{since}; at least {FILLING_STEPS + 3} are needed")
+    return warm
 
 
 def _alone(recording: Recording, warm: Sequence[dict[str, Any]], target: Target) -> float | None:

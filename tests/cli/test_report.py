@@ -67,6 +67,18 @@ def test_alarms_are_listed_by_step(run_dir, capsys):
     assert "alarms after step 101: reward, behav_kl/k3\n" in capsys.readouterr().out
 
 
+def test_alarms_of_the_ledger_are_listed_with_their_texts(run_dir, capsys):
+    with contextlib.closing(Ledger(run_dir.db_path)) as ledger:
+        for step in range(22):
+            ledger.event("audit", f"{step}% [b]of[/b] the episodes were dropped", step, "alarm")
+        ledger.event("checkpoint", "saved", 3, "info")
+    main([str(run_dir.path)])
+    out = capsys.readouterr().out
+    assert "2 earlier alarms are in run.sqlite" in out and "saved" not in out
+    assert "alarm after step 3: 2% [b]of[/b] the episodes" in out and "alarm after step 2:" not in out
+    assert out.index("alarm after step 3:") < out.index("alarm after step 22:")
+
+
 def test_lines_of_other_programs_and_ones_that_were_cut_are_no_error(run_dir, capsys):
     with run_dir.stats_path.open("a") as file:
         file.write('{"step": 100, "reward": "high", "loss": [1], "time/step": "long", "time/startup/load": "x"}\n')

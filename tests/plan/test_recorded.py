@@ -17,10 +17,11 @@ from arealite.core.foresee.recording import PlayedEpisode, RecordingError, read_
 from arealite.core.foresee.rerun import Simulation
 from arealite.core.ledger.store import EpisodeRow, Ledger, ServerSample, TimesRow
 from arealite.plan.match import own_setup
-from arealite.plan.recorded import read_run
+from arealite.plan.recorded import read_run, warm_steps
 from arealite.plan.recorded_episodes import SampleTokens, in_steps, make_shapes, with_unfinished
 from arealite.plan.simulate import simulate
 from arealite.utils.activity import activity
+from arealite.utils.rundir import RunDir
 
 DATA = Path(__file__).parent / "data"
 
@@ -96,6 +97,14 @@ def test_runs_that_tell_too_little_are_refused(tmp_path):
         read_run(tmp_path, [{"step": 0}])
     with pytest.raises(RecordingError, match=r"has no run.sqlite"):
         read_run(tmp_path, [{"step": step} for step in range(6)])
+
+
+def test_steps_that_fill_the_pipeline_of_a_resumed_run_do_not_count(tmp_path):
+    steps = [{"step": step} for step in range(-1, 9)]
+    assert [step["step"] for step in warm_steps(RunDir(tmp_path), steps, 0)] == [2, 3, 4, 5, 6, 7, 8]
+    assert [step["step"] for step in warm_steps(RunDir(tmp_path), steps, 4)] == [6, 7, 8]
+    with pytest.raises(ConfigError, match="has 4 steps since it was resumed; at least 5"):
+        warm_steps(RunDir(tmp_path), steps, 5)
 
 
 def episode(number, tokens, parts, samples=2):
