@@ -217,6 +217,28 @@ def test_a_kl_that_is_not_a_number_costs_one_step_only(model_dirs):
     assert all(parameter.isfinite().all() for parameter in actor.model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # Without a target the weight is the configured one: a run may resume with another, or switch the KL on or off.
+        ({}, {"kl_ctl": 0.2}, 0.2),
+        ({"kl_ctl": 0.1}, {}, 0.0),
+        ({"kl_ctl": 0.1}, {"kl_ctl": 0.2, "kl_target": 1.0}, 0.2),
+        ({"kl_ctl": 0.1, "kl_target": 1.0}, {"kl_ctl": 0.2}, 0.2),
+        ({"kl_ctl": 0.1, "kl_target": 1.0}, {"kl_ctl": 0.1, "kl_target": 1.0}, 0.15),
+    ],
+)
+def test_a_run_resumes_with_the_configured_or_the_adapted_kl_weight(model_dirs, tmp_path, before, after, expected):
+    actor = make_actor(model_dirs["qwen2"], **before)
+    if "kl_target" in before:
+        actor.kl_ctl = 0.15
+    meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    actor.save(meta)
+    resumed = make_actor(model_dirs["qwen2"], **after)
+    resumed.load(meta)
+    assert resumed.kl_ctl == expected
+
+
 def test_kl_in_the_loss_pulls_to_the_reference(model_dirs):
     """With equal rewards the gradient depends on the reference alone."""
     norms = []

@@ -181,10 +181,15 @@ class FSDPPPOActor(FSDPEngine):
         return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator or "k1"), 0.0)
 
     def extra_state(self) -> dict[str, torch.Tensor]:
-        return {"kl_ctl": torch.tensor(self.kl_ctl, dtype=torch.float64)}
+        """Return the KL weight if it adapts, else 0: a fixed one is that of the configuration."""
+        is_adapted = self.config.kl_target is not None
+        return {"kl_ctl": torch.tensor(self.kl_ctl if is_adapted else 0.0, dtype=torch.float64)}
 
     def load_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.kl_ctl = float(state["kl_ctl"])
+        """Restore an adapted KL weight; a run that resumes may have another fixed one."""
+        adapted = float(state["kl_ctl"])
+        if self.config.kl_target is not None and adapted:
+            self.kl_ctl = adapted
 
     @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
