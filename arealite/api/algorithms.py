@@ -148,7 +148,9 @@ def _norm(config: PPOActorConfig, algorithm: Algorithm) -> NormConfig:
 
 
 def _skips(config: PPOActorConfig) -> bool:
-    has_other_terms = bool(config.kl_loss_coef or config.entropy_coef)
+    # Balancing the experts counts all tokens: those of rows with an advantage may be a small and unlike part of them.
+    balances = config.router_aux_loss_coef or config.router_bias_update_rate
+    has_other_terms = bool(config.kl_loss_coef or config.entropy_coef or balances)
     return not has_other_terms if config.skip_zero_advantage is None else config.skip_zero_advantage
 
 

@@ -264,7 +264,9 @@ class PPOActorConfig(TrainEngineConfig):
     discount: float = _help("GAE gamma.", 1.0, SHARE)
     gae_lambda: float = _help("GAE lambda.", 1.0, SHARE)
     skip_zero_advantage: bool | None = _help(
-        "Skip sequences whose advantages are all 0; null: unless kl_loss_coef or entropy_coef trains them.", None
+        "Skip sequences whose advantages are all 0; null: unless kl_loss_coef or entropy_coef trains them, or routers "
+        "are balanced.",
+        None,
     )
 
     def problems(self) -> Iterator[str]:

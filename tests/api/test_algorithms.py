@@ -40,8 +40,9 @@ def test_every_loss_has_a_function():
 def test_sequences_without_advantage_are_skipped_unless_other_terms_train_them():
     assert resolve_objective(actor()).skip_zero_advantage
     assert not resolve_objective(actor(skip_zero_advantage=False)).skip_zero_advantage
-    for term in ("kl_loss_coef", "entropy_coef"):
+    for term in ("kl_loss_coef", "entropy_coef", "router_aux_loss_coef", "router_bias_update_rate"):
         assert not resolve_objective(actor(**{term: 0.1})).skip_zero_advantage
+    assert resolve_objective(actor(router_aux_loss_coef=0.1, skip_zero_advantage=True)).skip_zero_advantage
 
 
 def test_definitions_of_some_algorithms():

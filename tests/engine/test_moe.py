@@ -202,6 +202,26 @@ def test_the_balancing_loss_has_the_gradient_of_its_formula(model_dirs):
         torch.testing.assert_close(grad, block.router.weight.grad, atol=1e-7, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("mixtral", {"router_aux_loss_coef": 0.3}), ("deepseek_v3", {"router_bias_update_rate": 0.01})],
+)
+def test_rows_without_advantage_count_in_the_balance(model_dirs, kind, settings):
+    """Most groups of a hard task have equal rewards. The experts of their tokens are as busy as the others."""
+    batch = random_batch([9, 14, 6, 20])
+    for rewards in ([0.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]):
+        actor = make_actor(model_dirs[kind], **settings)
+        before = [
+            tensor.clone() for block in expert_blocks(actor.model) for tensor in block.router.state_dict().values()
+        ]
+        given = batch | {"rewards": torch.tensor(rewards)}
+        actor.compute_advantages(given)
+        (stats,) = actor.ppo_update(given)
+        assert stats["num_tokens"] == 49 and stats["idle_steps"] == 0
+        after = [tensor for block in expert_blocks(actor.model) for tensor in block.router.state_dict().values()]
+        assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
 def test_the_balancing_loss_has_the_same_gradient_in_float16(model_dirs):
     """There gradients of the other losses are divided by the number of tokens after the passes only."""
     added = {}
