@@ -335,6 +335,8 @@ class GRPOConfig(BaseExperimentConfig):
             yield f"{wrong}: leave critic out, or set algorithm=ppo"
         if gconfig.n_samples == 1 and objective.norm.mean_level == "group":
             yield "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp"
+        elif gconfig.n_samples == 1 and self.dynamic_sampling:
+            yield "dynamic_sampling rejects every group of one answer: raise gconfig.n_samples, or set it to false"
         yield from self._minibatch_problems()
         yield from self._length_problems()
         answer, new = actor.max_answer_length, gconfig.max_new_tokens
@@ -345,11 +347,8 @@ class GRPOConfig(BaseExperimentConfig):
                 f"actor.temperature={actor.temperature} differs from gconfig.temperature={gconfig.temperature}: "
                 "log-probs of the two sides would belong to different distributions"
             )
-        if (
-            self.server.weight_dtype == "fp8"
-            and actor.sends_adapters
-            and self.rollout.weight_update in ("auto", "disk")
-        ):
+        cannot_merge = self.server.weight_dtype == "fp8" and actor.sends_adapters
+        if cannot_merge and self.rollout.weight_update in ("auto", "disk"):
             yield (
                 f"rollout.weight_update={self.rollout.weight_update} sends adapters alone, and "
                 "server.weight_dtype=fp8 cannot merge them: set rollout.weight_update=shm, which sends merged weights"

@@ -106,6 +106,17 @@ def test_models_are_required_or_rejected_by_the_algorithm():
             config.check()
 
 
+@pytest.mark.parametrize("algorithm", ["reinforce_pp", "ppo"])
+def test_dynamic_sampling_needs_groups(algorithm):
+    """All rewards of a group of one are equal: no prompt would ever be trained."""
+    critic = PPOCriticConfig(path="m") if algorithm == "ppo" else None
+    grpo(actor(algorithm), critic=critic, dynamic_sampling=True).check()
+    alone = GenerationHyperparameters(n_samples=1)
+    grpo(actor(algorithm), critic=critic, gconfig=alone).check()
+    with pytest.raises(ConfigError, match="rejects every group of one answer"):
+        grpo(actor(algorithm), critic=critic, gconfig=alone, dynamic_sampling=True).check()
+
+
 def test_the_reference_is_the_model_before_training():
     policy = PreferenceConfig(path="p", dtype="float32", loss="ipo", lora_rank=8, max_tokens_per_mb=99)
     config = DPOConfig(experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="d"), model=policy)
