@@ -67,7 +67,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "add the rewards in a function of your own"),
     "generation_kwargs": (None, "set keys of gconfig"),
     "max_tool_calling_iterations": (None, "use a workflow with tools (docs/workflows.md)"),
-    "router_aux_loss_coef": (None, "there is no such loss: leave it out"),
+    "router_aux_loss_coef": (
+        None,
+        "set actor.router_aux_loss_coef (SFT and others: model.router_aux_loss_coef) to it times the experts per token",
+    ),
     "lr_scheduler_kwargs": (None, "set actor.optimizer.min_lr_ratio"),
     "model_init_kwargs": (None, "set actor.dtype and actor.param_dtype"),
     "auto_find_batch_size": (False, "micro-batches fit themselves to the memory: leave it out"),
@@ -308,7 +311,8 @@ def _objective(fields: Fields) -> Keys:
     if level == "sequence":
         if loss != "clip":
             raise ConfigError(f"loss_type={kind!r} has no sequence level: leave importance_sampling_level at token")
-        loss, mean = "gspo", "sequence"
+        # How token losses are averaged is that of `loss_type`.
+        loss = "gspo"
     if kind is not None or scale is not None or level == "sequence":
         norm = {"mean_level": "group", "std_level": _SCALES[True if scale is None else scale]}
         found = {"actor.algorithm": "custom", "actor.loss": loss, "actor.loss_mean": mean, "actor.reward_norm": norm}

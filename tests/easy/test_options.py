@@ -100,6 +100,7 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
         ({"allocation_mode": "embedded.d1+d2"}, "several trainers"),
         ({"num_iterations": 2}, "steps_per_generation"),
         ({"loss_type": "vespo"}, "use one of grpo"),
+        ({"router_aux_loss_coef": 1e-3}, r"set actor\.router_aux_loss_coef .* times the experts per token"),
         ({"optim": "sgd"}, "use one of adamw_torch"),
         ({"per_device_train_batch_size": 4}, "not divisible by num_generations=8"),
         ({"model_init_kwargs": {"dtype": "x"}}, "set actor.dtype"),
@@ -191,6 +192,9 @@ def test_every_loss_of_trl_is_a_valid_objective(kind, scale):
 
 def test_ratios_of_sequences_are_gspo():
     assert make(importance_sampling_level="sequence").actor.loss == "gspo"
+    for kind, mean in (("grpo", "sequence"), ("dapo", "token"), ("bnpo", "token"), ("dr_grpo", "constant")):
+        objective = make(importance_sampling_level="sequence", loss_type=kind).actor
+        assert (objective.loss, objective.loss_mean) == ("gspo", mean), kind
 
 
 @pytest.mark.parametrize(
