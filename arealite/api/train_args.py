@@ -274,6 +274,11 @@ class PPOActorConfig(TrainEngineConfig):
         cap, floor = self.behav_imp_weight_cap, self.behav_imp_weight_floor
         if cap is not None and cap <= floor:
             yield f"behav_imp_weight_cap={cap} is not above behav_imp_weight_floor={floor}: no token would be trained"
+        elif floor > 1 or (cap is not None and cap < 1):
+            yield (
+                f"behav_imp_weight_floor={floor} and behav_imp_weight_cap={cap} leave out 1, the weight of a token "
+                "that the current policy sampled: set a floor of at most 1 and a cap of at least 1"
+            )
 
 
 @dataclass

@@ -134,6 +134,8 @@ def test_free_form_sections_take_any_key():
         ("actor.eps_clip=-1", "actor.eps_clip must be a number from 0 to 1, got -1"),
         ("actor.temperature=0", "actor.temperature must be a number larger than 0"),
         ("actor.behav_imp_weight_floor=9", "no token would be trained"),
+        ("actor.behav_imp_weight_floor=1.5", "leave out 1"),
+        ("actor.behav_imp_weight_cap=0.2", "leave out 1"),
         ("actor.ppo_n_minibatches=33", "is more than the 32 sequences of a rank and step"),
         ("total_train_epochs=0", "total_train_epochs must be a number from 1 to 1000000000, got 0"),
         ("recover.retries=2", "set recover.mode=auto"),
