@@ -117,8 +117,9 @@ class Scan:
             self.fail(error)
             return
         arguments = _ARGUMENTS.match(self.text, found.end(), end)
-        raw = self.text[arguments.end() : end].strip() if arguments else ""
-        self.fail(error, found[1], raw)
+        # Never empty: a call without arguments would be executed.
+        starts = (arguments.end() if arguments else end, found.end(), start)
+        self.fail(error, found[1], next(filter(None, (self.text[at:end].strip() for at in starts))))
 
     def _call(self, name: str, arguments: dict[str, Any], error: str | None, raw: str = "") -> ToolCall:
         token = secrets.token_hex(12)
@@ -193,9 +194,9 @@ def scan_tags(scan: Scan) -> None:
         count, body = len(scan.calls), scan.skip()
         if text.startswith("<function=", body):
             error = _read_xml(scan)
-            name = _XML_NAME.match(text, body)
             if error:
-                scan.fail(error, name[1] if name else "")
+                name = _XML_NAME.match(text, body)
+                scan.fail(error, name[1] if name else "", text[body : _block_end(scan)].strip())
             _close_tag(scan, is_broken=error is not None)
         else:
             _read_tagged_json(scan)

@@ -110,6 +110,29 @@ def test_a_truncated_call_keeps_its_name_and_text():
     assert good.error is None and bad.name == "add" and bad.error
 
 
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add"'),
+        ("hermes", '<tool_call>\n{"name": "add", "argum'),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments":'),
+        ("hermes", '<tool_call>\n{"name": "add", "args": {"a": 1'),
+        ("hermes", '<tool_call>\n{"name": "now"}}</tool_call>'),
+        ("llama", '<|python_tag|>{"name": "add", "para'),
+        ("llama", '{"name": "add", "parameters":'),
+        ("mistral", '[TOOL_CALLS] [{"name": "now"}'),
+        ("qwen_coder", "<tool_call>\n<function=add>\n"),
+        ("qwen_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1"),
+    ],
+)
+def test_a_broken_call_never_reads_as_one_without_arguments(style, text):
+    """A client would execute it: the API's form has no error, only the text of the arguments."""
+    _, (call,) = parse_tool_calls(text, style, TOOLS)
+    assert call.error and call.raw.strip() and call.raw in text
+    with pytest.raises(ValueError):
+        json.loads(call.arguments_text)
+
+
 MALFORMED = [
     "<tool_call></tool_call>", "<tool_call>", "</tool_call>", "<tool_call>null</tool_call>",
     "<tool_call>{}</tool_call>",
