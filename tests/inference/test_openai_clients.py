@@ -165,6 +165,7 @@ def test_responses(client):
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "4"})
     answer = client.responses.create(**GREEDY, input=items, tools=[RESPONSES_TOOL])
     assert answer.output_text == SECOND and answer.usage.input_tokens_details.cached_tokens > 0
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
     short = client.responses.create(**GREEDY, input="2+2?", tools=[RESPONSES_TOOL], max_output_tokens=3)
     assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
     include = ["message.output_text.logprobs"]
