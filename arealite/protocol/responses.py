@@ -117,9 +117,19 @@ def _part(part: Any) -> Any:
 
 def result(head: Head, body: dict[str, Any], answer: Answer, usage: Usage) -> dict[str, Any]:
     """Return the body of a response. It repeats some fields of the request's `body`."""
-    output = [_text_item(head, answer.text, answer.logprobs)] if answer.text or not answer.named_calls else []
-    output += [_call_item(call) for call in answer.named_calls]
+    of_text, of_calls = _statuses(answer)
+    output = [_text_item(head, answer.text, answer.logprobs, of_text)] if answer.text or not answer.named_calls else []
+    output += [_call_item(call, status) for call, status in zip(answer.named_calls, of_calls, strict=True)]
     return _response(head, body, output, answer, usage)
+
+
+def _statuses(answer: Answer) -> tuple[str, list[str]]:
+    """Return the statuses of the text and of each call: the item that was cut off is incomplete."""
+    calls = answer.named_calls
+    found = ["completed"] * (1 + len(calls))
+    if answer.finish_reason != "stop":
+        found[-1 if calls and calls[-1].raw else 0] = "incomplete"
+    return found[0], found[1:]
 
 
 def _response(
@@ -233,7 +243,7 @@ class ResponseStream:
     def finish(self, index: int, answer: Answer) -> list[Event]:
         """End the message and the calls."""
         events = self.add(index, answer.text, answer.logprobs)
-        self._answer = answer
+        self._answer, (of_text, of_calls) = answer, _statuses(answer)
         if self._message_at is None and not answer.named_calls:
             events += self._open_message()
         if self._message_at is not None:
@@ -242,13 +252,13 @@ class ResponseStream:
             events += [
                 self._in_part("response.output_text.done", text=whole, logprobs=part["logprobs"]),
                 self._in_part("response.content_part.done", part=part),
-                self._end_item(self._message_at, _text_item(self._head, whole, self._logprobs)),
+                self._end_item(self._message_at, _text_item(self._head, whole, self._logprobs, of_text)),
             ]
         for i, call in enumerate(answer.named_calls):
             text, num_sent = call.arguments_text, self._calls[i][1] if i < len(self._calls) else 0
             if i == len(self._calls) or num_sent < len(text):
                 events += self.add_call(index, CallPiece(i, call.id, call.name, text[num_sent:]))
-            at, item = self._calls[i][0], _call_item(call)
+            at, item = self._calls[i][0], _call_item(call, of_calls[i])
             where = {"item_id": item["id"], "output_index": at}
             events.append(self._event("response.function_call_arguments.done", **where, arguments=text, name=call.name))
             events.append(self._end_item(at, item))

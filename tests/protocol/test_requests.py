@@ -10,6 +10,7 @@ import pytest
 from arealite.protocol import chat, completions, messages, responses
 from arealite.protocol.answer import Answer, Head, TokenLogprob, Usage, error_body, event_bytes, to_json, token_text
 from arealite.protocol.fields import FieldError
+from arealite.protocol.tool_calls import ToolCall
 
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -33,6 +34,27 @@ def test_chat_messages_become_what_templates_read():
     # What the model wrote and is no JSON stays as it is.
     call["function"]["arguments"] = '{"a": '
     assert chat.parse({"messages": given}).messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_the_item_that_was_cut_off_is_incomplete():
+    """Clients tell from an item's status whether they may execute a call."""
+    head, usage = Head("1", "m", 0), Usage(1, 1)
+    good, cut = ToolCall("a", "add", {"a": 1}), ToolCall("b", "add", {}, "broken", '{"a": ')
+    for calls, reason, expected in (
+        ([], "stop", ["completed"]),
+        ([], "length", ["incomplete"]),
+        ([good], "stop", ["completed", "completed"]),
+        ([good, cut], "length", ["completed", "completed", "incomplete"]),
+        ([good, cut], "stop", ["completed"] * 3),
+        ([good], "length", ["incomplete", "completed"]),
+    ):
+        answer = Answer("text", reason, calls)
+        body = responses.result(head, {}, answer, usage)
+        stream = responses.ResponseStream(head, {})
+        events = [*stream.begin(1), *stream.finish(0, answer), *stream.close(usage)]
+        ends = [data["item"] for kind, data in events if kind == "response.output_item.done"]
+        for items in (body["output"], events[-1][1]["response"]["output"], ends):
+            assert [item["status"] for item in items] == expected
 
 
 def test_alternatives_with_one_text_keep_the_log_prob_of_the_likeliest():
