@@ -53,6 +53,16 @@ def require_text(row: Row, *columns: str) -> Row:
     return row
 
 
+def without_empty(raw: Row, *layouts: str) -> Row:
+    """Return a row without columns that are None beside another of `layouts`.
+
+    Tables of rows in several layouts have them: .parquet files, a `datasets.Dataset`.
+    """
+    missing = [name for name in layouts if name in raw and raw[name] is None]
+    has_other = any(raw.get(name) is not None for name in layouts)
+    return {name: value for name, value in raw.items() if name not in missing} if missing and has_other else raw
+
+
 def check_messages(name: str, messages: Any) -> Messages:
     """Return a list of messages; raises `ValueError` for anything else."""
     if not isinstance(messages, list) or not messages:

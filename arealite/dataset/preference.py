@@ -69,6 +69,9 @@ def read_preference(raw: Row, config: DataSourceConfig, loss: str) -> Row:
     """Return `prompt`, `chosen` and `rejected` of a row, or one of the two; raises `ValueError`."""
     row = apply_columns(raw, config.columns)
     refuse_images(row)
+    if row.get("completion") is not None and all(row.get(side) is None for side in _SIDES):
+        # A table with pairs in other rows has their columns here too.
+        row = {name: value for name, value in row.items() if name not in _SIDES}
     missing = [side for side in _SIDES if side not in row]
     if missing and loss == "kto" and ("label" in row or "completion" in row):
         return _read_answer(row, config)

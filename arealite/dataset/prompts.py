@@ -24,6 +24,7 @@ from arealite.dataset.columns import (
     join_texts,
     map_rows,
     with_system,
+    without_empty,
     without_system,
 )
 from arealite.dataset.rows import load_dataset
@@ -94,7 +95,8 @@ class PromptMaker:
 
     def _map(self, raw: Row) -> Row:
         """Return a row with `messages`, `prompt` or `input_ids`, checked, and the columns of the reward."""
-        row = dict(apply_columns(self.adapt(raw) if self.adapt else raw, self.columns))
+        own = apply_columns(self.adapt(raw) if self.adapt else raw, self.columns)
+        row = dict(without_empty(own, "prompt", "messages"))
         _check_seed(row)
         if self.config.few_shot and has_images(row):
             # Examples are text: the images of the row would come first, and so belong to the first of them.

@@ -21,6 +21,7 @@ from arealite.dataset.columns import (
     read_tools,
     refuse_images,
     with_system,
+    without_empty,
 )
 from arealite.dataset.hub import check_hub
 from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
@@ -102,9 +103,9 @@ def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
     A `completion` is a response. Of `messages` that were given in two parts, the first `num_given` are the prompt.
     """
     adapted = how.adapt(raw) if how.adapt and not config.columns else raw
-    row = apply_columns(adapted, config.columns or how.columns)
+    row = without_empty(apply_columns(adapted, config.columns or how.columns), "messages", "prompt")
     refuse_images(row)
-    if "completion" in row and "response" not in row:
+    if "completion" in row and row.get("response") is None:
         row = {**row, "response": row["completion"]}
     if "messages" in row:
         check_messages("messages", row["messages"])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import DatasetError
-from arealite.dataset.columns import advise_messages, apply_columns, map_rows
+from arealite.dataset.columns import advise_messages, apply_columns, map_rows, without_empty
 from arealite.easy.rewards import ASKED
 
 Row = dict[str, Any]
@@ -60,16 +60,6 @@ def read_eval_data(data: Any) -> dict[str, list[Row] | str]:
     if isinstance(data, Mapping):
         return {str(name): read_data(own, f"eval_dataset[{name!r}]") for name, own in data.items()}
     return {"valid": read_data(data, "eval_dataset")}
-
-
-def without_empty(raw: Row, *layouts: str) -> Row:
-    """Return a row without columns that are None beside another of `layouts`.
-
-    A `datasets.Dataset` of rows in several layouts has them.
-    """
-    missing = [name for name in layouts if name in raw and raw[name] is None]
-    has_other = any(raw.get(name) is not None for name in layouts)
-    return {name: value for name, value in raw.items() if name not in missing} if missing and has_other else raw
 
 
 def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_prompt: bool) -> list[Row]:

@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import ConfigError
-from arealite.dataset.columns import apply_columns, map_rows
+from arealite.dataset.columns import apply_columns, map_rows, without_empty
 from arealite.dataset.loader import check_valid_rows
 from arealite.dataset.preference import preference_loader
 from arealite.dataset.sft import get_sft
 from arealite.easy.base import EasyTrainer
-from arealite.easy.data import Row, without_empty
+from arealite.easy.data import Row
 from arealite.easy.options import read_given
 from arealite.trainer import dpo, rw, sft
 from arealite.trainer.tasks import load_sft

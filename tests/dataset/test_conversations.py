@@ -149,6 +149,17 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
         load(columns={"prompt": "in", "response": "talk"})
 
 
+def test_a_table_of_rows_in_several_layouts_has_empty_columns(tmp_path, tokenizer):
+    rows = [{"messages": CHAT}, {"prompt": "a", "response": "b"}, {"prompt": "a", "completion": "c"}]
+    names = ["messages", "prompt", "response", "completion"]
+    made = []
+    for number, own in enumerate((rows, [dict.fromkeys(names) | row for row in rows])):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in own))
+        made.append(get_sft(DatasetConfig(path=str(file)), tokenizer))
+    assert made[1] == made[0]
+
+
 def test_tools_of_a_row_are_declared_to_the_model(tmp_path):
     tokenizer = make_tokenizer()
     declared = "{% if tools %}tools:{{ tools[0]['function']['name'] }}|{% endif %}"

@@ -150,6 +150,14 @@ def test_single_answers_and_pairs_may_be_in_one_batch(load, tokenizer):
     assert (batch["pair_ids"].tolist(), batch["is_chosen"].tolist()) == ([1, 1, 2], [1, 0, 0])
 
 
+def test_a_table_of_pairs_and_single_answers_has_empty_columns(load):
+    answer, pair = {"prompt": "a", "completion": "b", "label": False}, {"prompt": "a", "chosen": "b", "rejected": "c"}
+    in_table = [dict.fromkeys([*answer, *pair]) | row for row in (answer, pair)]
+    assert load(*in_table, loss="kto") == load(answer, pair, loss="kto")
+    with pytest.raises(DatasetError, match=r"row 1: it has one answer with a `label`"):
+        load(*in_table)
+
+
 def test_columns_templates_and_system_prompts_apply_to_single_answers(load, tokenizer):
     columns = {"prompt": "q", "completion": "a", "label": "good"}
     (row,) = load({"q": "x", "a": "y", "good": True}, columns=columns, prompt_template="<{prompt}>", loss="kto")

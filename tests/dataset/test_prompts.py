@@ -57,6 +57,11 @@ def test_rows_with_the_expected_names_need_no_map(load):
     assert load([{"input_ids": [1, 2], "x": 1}]) == [{"input_ids": [1, 2], "x": 1}]
 
 
+def test_a_table_of_chats_and_texts_has_empty_columns(load):
+    chat, text = {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "b"}
+    assert load([{**chat, "prompt": None}, {**text, "messages": None}]) == load([chat, text])
+
+
 def test_a_seed_is_a_whole_number_or_absent(load):
     seeds = [row.get("seed", "none") for row in load([{"prompt": "Hi", "seed": seed} for seed in (3, None)])]
     assert seeds == [3, "none"]
