@@ -37,6 +37,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.launch_config import launch_config_of
 from arealite.launcher.placement import local_slots
 from arealite.trainer.stats_logger import read_stats
+from arealite.utils.decoders import check_head
 from arealite.utils.model_config import check_model
 from arealite.utils.process import RESUME_ENV
 from arealite.utils.rundir import RunDir, make_new_folder, run_path
@@ -97,7 +98,7 @@ class EasyTrainer(abc.ABC):
         self.given = given
         if model is None:
             model = given.get(f"{self.section}.path")
-        self._model = _check_trained_model(model)
+        self._model = _check_trained_model(model, self.has_scalar_head)
         if train_dataset is None:
             train_dataset = given.get("train_dataset.path")
         if train_dataset is None:
@@ -207,8 +208,10 @@ class EasyTrainer(abc.ABC):
         self.result.tokenizer.save_pretrained(path)
 
 
-def _check_trained_model(model: Any) -> str | Path | PreTrainedModel:
+def _check_trained_model(model: Any, has_scalar_head: bool) -> str | Path | PreTrainedModel:
     if isinstance(model, PreTrainedModel):
+        config: Any = model.config
+        check_head("the model", [type(model).__name__], config.num_labels, has_scalar_head)
         return model
     if hasattr(model, "peft_config"):
         raise ConfigError("the model has adapters: pass the base model and peft_config, or merge them first")

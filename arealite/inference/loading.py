@@ -104,14 +104,7 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
     choose_dtype(config.dtype, choose_device(config))
     check_device(config, choose_device(config))
-    model_config = read_model_config(config.model_path, with_images=True)
-    # With tied embeddings it has all weights of a language model, and would write noise.
-    classifiers = [name for name in model_config.architectures or () if name.endswith("ForSequenceClassification")]
-    if classifiers:
-        raise ConfigError(
-            f"{config.model_path} is a reward model or critic ({classifiers[0]}), which generates no "
-            "text: give a language model. Scores come from LocalRewardModel (docs/rewards.md)"
-        )
+    model_config = read_model_config(config.model_path)
     if type(model_config) not in AutoModelForCausalLM._model_mapping or is_served(model_config):
         check_served(model_config, config, choose_device(config))
     if config.tensor_parallel > 1:

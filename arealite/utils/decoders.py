@@ -7,7 +7,7 @@ context parallelism).
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,21 +43,40 @@ _LOAD_ERRORS = (
 )  # fmt: skip
 
 
-def read_model_config(path: str | Path, with_images: bool = False) -> PreTrainedConfig:
-    """Return a language model's config; vision-language models pass only `with_images`."""
+def read_model_config(path: str | Path, scalar_head: bool = False) -> PreTrainedConfig:
+    """Return a model's config; with `scalar_head` that of a critic or reward model, without images."""
     check_model(path)
     with model_errors(path):
         config = AutoConfig.from_pretrained(path)
     mappings = [AutoModelForCausalLM._model_mapping]
-    mappings += [AutoModelForImageTextToText._model_mapping] if with_images else []
+    mappings += [] if scalar_head else [AutoModelForImageTextToText._model_mapping]
     if not any(type(config) in mapping for mapping in mappings):
         no_images = "critics and reward models are text models: use one, or an algorithm without a critic, such as grpo"
         raise ConfigError(
             f"model type {config.model_type!r} in {path} is not a causal language model of the installed transformers: "
-            + (no_images if has_vision(config) and not with_images else _ELSEWHERE)
+            + (no_images if has_vision(config) and scalar_head else _ELSEWHERE)
         )
     check_decoder(config)
+    check_head(path, config.architectures or (), config.num_labels or 0, scalar_head)
     return config
+
+
+def check_head(path: str | Path, classes: Iterable[str], num_labels: int, scalar_head: bool) -> None:
+    """Raise `ConfigError` for a classifier that cannot be the model that is wanted.
+
+    With tied embeddings a classifier has all weights of a language model, and would write noise.
+    """
+    found = next((name for name in classes if name.endswith("ForSequenceClassification")), None)
+    if found and not scalar_head:
+        raise ConfigError(
+            f"{path} is a reward model or critic ({found}), which generates no text: give a language model. Scores "
+            "come from LocalRewardModel (docs/rewards.md)"
+        )
+    if found and num_labels != 1:
+        raise ConfigError(
+            f"{path} is a classifier ({found}) with {num_labels} labels, and a reward model or critic has one: give a "
+            "language model, which gets a new head, or a classifier of one label"
+        )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from arealite import DPOTrainer, RewardTrainer, SFTTrainer
 from arealite.api.errors import ConfigError, DatasetError
@@ -72,6 +73,11 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
     for rows in (PAIRS, LABELED):
         with pytest.raises(DatasetError, match=r"train_dataset has 1 rows, and model\.loss=kto, .* needs 2 or more"):
             DPOTrainer(model_path, train_dataset=rows[:1], **{"model.loss": "kto"}, **common)
+    classifier = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(model_path, num_labels=3))
+    with pytest.raises(ConfigError, match=r"the model is a reward model or critic \(\w+\), which generates no text"):
+        DPOTrainer(classifier, train_dataset=PAIRS, **common)
+    with pytest.raises(ConfigError, match="with 3 labels, and a reward model or critic has one"):
+        RewardTrainer(classifier, train_dataset=PAIRS, **common)
     assert not (tmp_path / "runs").exists()
 
 

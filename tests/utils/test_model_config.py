@@ -8,6 +8,7 @@ import pytest
 
 from arealite.api.cli_args import ServerConfig, TrainEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.loading import load_model
 from arealite.utils.model_config import check_model
@@ -109,6 +110,20 @@ def test_incomplete_json_and_missing_folders(tmp_path):
         (tmp_path / "config.json").write_text(f'{{"model_type": "qwen2", "rms_norm_eps": {value}}}')
         refused(check_model, tmp_path, "rms_norm_eps is .*expected a number")
     check_model("Qwen/Qwen2.5-0.5B")  # a hub name: nothing is known yet
+
+
+def test_a_reward_model_is_no_language_model(folder):
+    """With tied embeddings it lacks no weights of one, and training would start from its body without a word."""
+    damage(folder, {"architectures": ["Qwen2ForSequenceClassification"], "tie_word_embeddings": True})
+    for action in (train, serve):
+        refused(action, folder, r"is a reward model or critic \(Qwen2ForSeq\w+\), which generates no text")
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model(folder):
+    names = {str(number): f"LABEL_{number}" for number in range(3)}
+    damage(folder, {"architectures": ["Qwen2ForSequenceClassification"], "id2label": names})
+    config = TrainEngineConfig(path=str(folder), dtype="float32", device="cpu")
+    refused(lambda _: FSDPRWEngine(config), folder, "with 3 labels, and a reward model or critic has one")
 
 
 def test_a_good_model_passes(model_path):

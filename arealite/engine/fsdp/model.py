@@ -261,7 +261,7 @@ def resolve_path(path: str) -> Path:
 
 
 def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
-    config = read_model_config(folder, with_images=not scalar_head)
+    config = read_model_config(folder, scalar_head)
     text = config.get_text_config()
     reject_capped_attention(text.model_type, getattr(text, "attn_logit_softcapping", None))
     if scalar_head:
