@@ -19,6 +19,7 @@ from arealite.api.engine_api import InferenceEngine, returns_nothing
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.diagnosis import describe_block
 from arealite.core.episode import DirectCall
 from arealite.core.executor_status import executor_status
 from arealite.core.ledger.store import Ledger, Level, ServerSample
@@ -42,6 +43,8 @@ from arealite.weights.layout import TensorLayout
 
 # Other ranks wait longer than rank 0, whose error says more.
 _GRACE_S = 60.0
+# An event loop that has not answered for so long is blocked, and not only busy.
+_BLOCKED_S = 2.0
 
 
 class CollectingEngine(InferenceEngine):
@@ -207,7 +210,15 @@ class CollectingEngine(InferenceEngine):
             f"waiting for the batch: {now['buffered']:.0f} of {size} episodes, {now['running']:.0f} running, "
             f"{now['queued']:.0f} queued"
             + "".join(f", {now[kind]:.0f} {kind}" for kind in ("rejected", "failed") if now[kind])
+            + self._describe_block(self._executor)
         )
+
+    def _describe_block(self, executor: WorkflowExecutor) -> str:
+        """Say which code holds up all episodes, if any does: it looks like slow servers otherwise."""
+        if status.loop_lag_s("rollout") < _BLOCKED_S:
+            return ""
+        block = describe_block(executor.runner.thread.ident)
+        return f"; {block}" if block else ""
 
     @returns_nothing
     def start_evaluation(

@@ -201,6 +201,11 @@ class Status:
             self._sets_environment = False
             os.environ.pop(RUN_ENV, None)
 
+    def loop_lag_s(self, name: str) -> float:
+        """Return for how long a watched event loop has not answered; 0 if there is none of this name."""
+        probe = self._loops.get(name)
+        return probe.lag_s() if probe is not None else 0.0
+
     def snapshot(self) -> dict[str, Any]:
         """Return the status as it is now. Ages are in seconds, so that no clock matters."""
         doing = [{"text": text, "age_s": age_s} for text, age_s in activity.stack()]
@@ -264,8 +269,10 @@ class _LoopProbe:
 
     def lag_s(self) -> float:
         """Return for how long the loop has not answered."""
-        if self._asked is not None:
-            return time.monotonic() - self._asked
+        # The loop may answer meanwhile.
+        asked = self._asked
+        if asked is not None:
+            return time.monotonic() - asked
         self._asked = time.monotonic()
         try:
             self.loop.call_soon_threadsafe(self._answer)
