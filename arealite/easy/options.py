@@ -20,7 +20,15 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset.loader import check_training_rows
 from arealite.easy.peft_args import read_peft
-from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, translate, unknown_fields
+from arealite.easy.trl_args import (
+    check_batch,
+    field_names,
+    is_field,
+    is_ignored,
+    read_fields,
+    translate,
+    unknown_fields,
+)
 from arealite.utils.config import load_plain, merge_sources
 from arealite.utils.config_help import nearest_text
 
@@ -91,6 +99,7 @@ def read_given(
             given.warnings.append(_ignored_text(names))
     short = {k: v for k, v in options.items() if k not in own_keys and (is_field(k, is_rl) or k in ignored)}
     given.fields = {**fields, **short}
+    check_batch(given.fields)
     of_args, of_all = (translate(each, section, on_gpu) if each else {} for each in (fields, given.fields))
     # Some fields have a meaning only together: a batch size and the size of a group.
     own = {key: value for key, value in of_all.items() if key not in of_args or of_args[key] != value}

@@ -192,6 +192,19 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
+def check_batch(fields: Fields) -> None:
+    """Raise `ConfigError` for multiples of a batch whose size is not given, which would change nothing."""
+    if fields.get("per_device_train_batch_size") is not None or fields.get("generation_batch_size") is not None:
+        return
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        value = fields.get(name)
+        if isinstance(value, int) and value > 1:
+            raise ConfigError(
+                f"{name}={value!r} multiplies per_device_train_batch_size, which is not given: set both, or "
+                "train_dataset.batch_size alone, the rows of a whole step (micro-batches fit themselves to the memory)"
+            )
+
+
 def _check_numbers(fields: Fields) -> None:
     for name in _NUMBERS:
         if not isinstance(fields.get(name, 0), Real | None):
