@@ -6,6 +6,7 @@ from typing import Any
 
 from arealite.api.errors import DatasetError
 from arealite.dataset.columns import advise_messages, apply_columns, map_rows, without_empty
+from arealite.dataset.rows import check_rows
 from arealite.easy.rewards import ASKED
 
 Row = dict[str, Any]
@@ -45,7 +46,10 @@ def read_data(data: Any, name: str, split: Sequence[str] = _TRAINING) -> list[Ro
     if wrong is not None:
         advice = ": pass df.to_dict('records')" if hasattr(data, "columns") else ""
         raise DatasetError(f"a row of {name} is {type(wrong).__name__}, not a dict of columns{advice}")
-    return [dict(row) for row in rows]
+    try:
+        return list(check_rows([dict(row) for row in rows]))
+    except ValueError as error:
+        raise DatasetError(f"{name}: {error}") from error
 
 
 def _is_columns(data: Mapping[Any, Any]) -> bool:

@@ -29,6 +29,8 @@ def test_rows_and_splits_are_read():
         ({"easy": ROWS, "hard": ROWS}, "train_dataset has the splits easy, hard: pass the one to use"),
         (["1+1?"], "a row of train_dataset is str, not a dict of columns"),
         ([], "train_dataset has no rows"),
+        # Half of a surrogate pair, as a text that was cut in JavaScript has it: no tokenizer takes it.
+        ([*ROWS, {"prompt": "\ud83d"}], "train_dataset: row 2 holds text that is not valid UTF-8"),
     ],
 )
 def test_other_data_is_refused_with_what_to_pass(data, message):
