@@ -24,6 +24,7 @@ from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, Se
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
 from arealite.utils.images.encoded import to_data_url
+from arealite.utils.json_client import UnreachableError
 from arealite.weights.fingerprint import SHA256, Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S, PORTION_BYTES
@@ -91,10 +92,12 @@ class SGLangClient(ServerClient):
         return [last[index] for index in sorted(last)]
 
     async def pause(self, server: Server, mode: str) -> None:
+        server.is_paused = True
         await self.control(server, "pause_generation", {"mode": mode})
 
     async def resume(self, server: Server) -> None:
         await self.control(server, "continue_generation")
+        server.is_paused = False
 
     async def release_memory(self, server: Server) -> None:
         # Only the cache: SGLang would bring released weights back as whatever the memory holds then.
@@ -209,12 +212,37 @@ class SGLangClient(ServerClient):
         yield
         await self._load(server, "end_weight_update", {})
 
+    async def check_health(self, server: Server, timeout_s: float) -> None:
+        """As for any server, except while this client has SGLang paused.
+
+        SGLang's check generates a token, which a paused server does not: it answers 503 after 20 s. While its scheduler
+        loads weights, only its HTTP front end answers; loading has a limit of its own.
+        """
+        if server.is_arealite or not server.is_paused:
+            try:
+                return await super().check_health(server, timeout_s)
+            except ServerError:
+                # It may have been paused meanwhile.
+                if server.is_arealite or not server.is_paused:
+                    raise
+        await self._get(server, "model_info", timeout_s)
+
     async def probe(self, server: Server) -> ServerInfo:
-        await self.check_health(server, PROBE_TIMEOUT_S)
+        silence: ServerError | None = None
+        try:
+            await super().check_health(server, PROBE_TIMEOUT_S)
+        except (HttpError, UnreachableError):
+            raise
+        except ServerError as error:
+            silence = error
         info = await self._get(server, "model_info")
         version = read_version(info.get("weight_version"), 0)
         if info.get("engine") == "arealite":
+            if silence is not None:
+                raise silence
             return ServerInfo("arealite", version, context_length=int(info["context_length"]))
+        # SGLang is silent where a trainer that was killed, or a failed update, has left it paused. This asks its
+        # scheduler, so it is silent too if the server hangs.
         setup = await self._get(server, "server_info")
         schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=2 * PROBE_TIMEOUT_S)
         endpoints = frozenset(schema["paths"])
@@ -238,14 +266,14 @@ class SGLangClient(ServerClient):
             dtype=str(setup.get("dtype", "auto")),
         )
 
-    async def _get(self, server: Server, name: str) -> dict[str, Any]:
+    async def _get(self, server: Server, name: str, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, Any]:
         """Return the answer of /{name}, or of /get_{name} in older versions."""
         try:
-            return await self.http.get(f"{server.url}/{name}", timeout_s=PROBE_TIMEOUT_S)
+            return await self.http.get(f"{server.url}/{name}", timeout_s=timeout_s)
         except HttpError as error:
             if error.status != 404:
                 raise
-        return await self.http.get(f"{server.url}/get_{name}", timeout_s=PROBE_TIMEOUT_S)
+        return await self.http.get(f"{server.url}/get_{name}", timeout_s=timeout_s)
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         if server.is_arealite:

@@ -206,6 +206,8 @@ class Fleet:
         while self.router.servers.get(server.address) is server:
             try:
                 await self._probe(server)
+                # A trainer that was killed in the middle of an update has left it paused.
+                await self.client.resume(server)
                 break
             except ServerError as error:
                 if isinstance(error, HttpError) and error.status in (401, 403):

@@ -57,6 +57,8 @@ class Server:
         # Open servers get requests; the requests of a lost server are sent elsewhere.
         self.is_open = False
         self.is_lost = False
+        # This process has told it to stop decoding, and not yet to continue.
+        self.is_paused = False
         # Whether a lease decides if the server is still a member.
         self.is_elastic = False
         # Sequences in flight.
