@@ -205,6 +205,34 @@ def test_an_adapter_that_a_server_has_lost_is_loaded_again(connect):
     assert known == ["v3"]
 
 
+@pytest.mark.parametrize("cls", [RemoteSGLangEngine, RemotevLLMEngine])
+def test_requests_name_the_adapter_of_a_server_that_left_and_joins_again(connect, cls):
+    """Its version is the current one, but without the name of the adapter it would generate with the base model."""
+    it, named = Restarting(), []
+
+    def generate(body: dict) -> dict:
+        named.append(body.get("lora_path") or body.get("model"))
+        return it.sglang(body) if cls is RemoteSGLangEngine else it.vllm(body)
+
+    if cls is RemoteSGLangEngine:
+        does = {"/get_model_info": it.info, "/generate": generate, "/load_lora_adapter": {"success": True}}
+        endpoints = {**OLD_SGLANG, **does, "/update_weight_version": it.load}
+    else:
+        does = {"/weight_info": it.info, "/inference/v1/generate": generate, "/v1/load_lora_adapter": {}}
+        endpoints = {**OLD_VLLM, **does, "/collective_rpc": it.worker, "/update_weight_version": it.load}
+    _, engine, server = connect(cls, endpoints)
+    engine.update_weights(WeightUpdateMeta("disk", "/adapter", 3, is_adapter=True))
+
+    async def leave_and_join() -> list[int]:
+        engine.fleet._remove(server)
+        engine.fleet._add(server.address)
+        request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=1))
+        return (await engine.agenerate(request)).output_versions
+
+    assert engine.executor.run_coroutine(leave_and_join(), NamedWait("the test", "an answer", 20)) == [3]
+    assert named == ["v3"]
+
+
 @pytest.mark.parametrize(("mode", "version"), [("abort", 2), ("in_place", 1)])
 def test_tokens_of_a_request_in_flight_during_an_update_count_as_old(connect, mode, version):
     """An older SGLang reports the last version only. After an update in place, earlier tokens may be older."""

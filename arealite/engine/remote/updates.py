@@ -84,6 +84,10 @@ class WeightUpdater:
         """Bring a server that comes back or joins to the current weights, and open it."""
         async with self.lock:
             meta, is_current = self._published, server.version == self.version
+            if meta is not None and meta.is_adapter and not server.is_arealite:
+                # Its version does not say that requests name the adapter: a server that left and joins again has none
+                # here, and would generate with the base model.
+                is_current = is_current and bool(server.adapter)
             if meta is not None and not (is_current and await self._mismatch(server, meta) is None):
                 (error,) = await self._load_all([server], meta)
                 if error is not None:
