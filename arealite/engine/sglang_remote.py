@@ -58,7 +58,7 @@ class SGLangClient(ServerClient):
         if not server.is_arealite:
             # After an update in place, SGLang keeps its prefix cache: new requests must not use keys and values of old
             # weights.
-            body["extra_key"] = f"v{held}"
+            body["extra_key"] = server.cache_key
         if server.adapter:
             body["lora_path"] = server.adapter
         if progress.request.on_tokens is not None:

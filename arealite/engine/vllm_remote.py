@@ -39,7 +39,7 @@ class VLLMClient(ServerClient):
         prompt = progress.request.input_ids + progress.tokens
         # After an update in place, vLLM keeps its prefix cache: new requests must not use keys and values of old
         # weights.
-        body: dict[str, Any] = {"request_id": progress.next_rid(), "cache_salt": f"v{held}"}
+        body: dict[str, Any] = {"request_id": progress.next_rid(), "cache_salt": server.cache_key}
         if server.adapter:
             body["model"] = server.adapter
         images = progress.request.images

@@ -13,6 +13,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.base import Piece, Progress
+from arealite.engine.remote.server import Server
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
 from arealite.weights.process_group import ProcessGroupTransport, fill_outbox
@@ -231,6 +232,33 @@ def test_requests_name_the_adapter_of_a_server_that_left_and_joins_again(connect
 
     assert engine.executor.run_coroutine(leave_and_join(), NamedWait("the test", "an answer", 20)) == [3]
     assert named == ["v3"]
+
+
+@pytest.mark.parametrize("cls", [RemoteSGLangEngine, RemotevLLMEngine])
+def test_a_version_that_is_trained_again_does_not_use_the_prefixes_of_the_first_one(connect, cls):
+    """A run that goes back to a checkpoint, or resumes on the same servers, has other weights of the same version."""
+    it, keys = Restarting(), list[str]()
+
+    def generate(body: dict) -> dict:
+        keys.append(body.get("extra_key") or body["cache_salt"])
+        return it.sglang(body) if cls is RemoteSGLangEngine else it.vllm(body)
+
+    if cls is RemoteSGLangEngine:
+        does = {"/get_model_info": it.info, "/generate": generate}
+        endpoints = {**OLD_SGLANG, **does, "/update_weights_from_disk": it.load}
+    else:
+        does = {"/weight_info": it.info, "/inference/v1/generate": generate, "/collective_rpc": it.worker}
+        endpoints = {**OLD_VLLM, **does, "/update_weight_version": it.load}
+    _, engine, server = connect(cls, endpoints, pause_mode="in_place")
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=1))
+    for version in (1, 1, 2, 1):
+        if len(keys) != 1:
+            engine.update_weights(WeightUpdateMeta("disk", "/weights", version))
+        engine.executor.run_coroutine(engine.agenerate(request), NamedWait("the test", "an answer", 20))
+    assert keys[0] == keys[1], "the same weights have the same prefixes"
+    assert len(set(keys)) == 3
+    worker = Server(server.address)
+    assert Server(server.address).cache_key != worker.cache_key, "another process has loaded other weights"
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 2), ("in_place", 1)])

@@ -101,6 +101,7 @@ class Fleet:
         for mirrored in servers:
             server = self.router.add(mirrored.address)
             server.info, server.adapter, server.version = mirrored.info, mirrored.adapter, mirrored.version
+            server.loads = mirrored.loads
             (self.router.open if mirrored.is_open else self.router.close)(server)
             if mirrored.is_lost and not server.is_lost:
                 server.give_up()

@@ -6,6 +6,7 @@ Used on the executor's event loop. `Fleet` opens and closes servers and records 
 
 import asyncio
 import heapq
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,11 @@ class ServerInfo:
     dtype: str = "auto"
 
 
+def new_series() -> str:
+    """Return a name that no other process and no other load has."""
+    return secrets.token_hex(4)
+
+
 class ServerState(NamedTuple):
     """The state of a server that rollout workers mirror."""
 
@@ -44,6 +50,7 @@ class ServerState(NamedTuple):
     info: ServerInfo
     adapter: str
     version: int
+    loads: str
 
 
 class Server:
@@ -70,6 +77,8 @@ class Server:
         # The version of the weights it holds, and the LoRA adapter that requests must name for it.
         self.version = 0
         self.adapter = ""
+        # Names the series of versions, each loaded once, that it is in.
+        self.loads = new_series()
         # The process group for weights that it has joined.
         self.group = ""
         self._requests: set[asyncio.Task] = set()
@@ -95,6 +104,19 @@ class Server:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def cache_key(self) -> str:
+        """What the prefix cache of a foreign server must keep apart; it survives an update in place.
+
+        The version alone is not enough: a run that goes back to a checkpoint trains the same versions again.
+        """
+        return f"v{self.version}-{self.loads}"
+
+    def begin_load(self, version: int) -> None:
+        """Start a new series if the server has had this version already, perhaps with other weights."""
+        if version <= self.version:
+            self.loads = new_series()
+
     def describe(self) -> str:
         state = "open" if self.is_open else "updating its weights"
         if self.num_failures:
@@ -108,7 +130,7 @@ class Server:
             self.adapter = ""
 
     def state(self) -> ServerState:
-        return ServerState(self.address, self.is_open, self.is_lost, self.info, self.adapter, self.version)
+        return ServerState(self.address, self.is_open, self.is_lost, self.info, self.adapter, self.version, self.loads)
 
     @contextmanager
     def track_request(self) -> Iterator[None]:

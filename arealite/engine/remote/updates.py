@@ -114,6 +114,7 @@ class WeightUpdater:
     async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
         name = f"load v{meta.version}"
         traced = tracing.span("weights", server.address, name)
+        server.begin_load(meta.version)
         with server.track_request(), traced, waiting("load", f"version {meta.version}", (server.address,)):
             if self.client.can_swap(server) and server.is_open:
                 # It reads while it generates and swaps between two steps: nothing has to stop.
