@@ -39,6 +39,21 @@ def same(value, wanted):
 """
 
 
+# LeetCode, where rows with `fn_name` come from, imports these: its starters name `List` without an import. Not all of
+# `math`, whose `pow` would hide the builtin one.
+_IMPORTED = """
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, floor, gcd, inf, lcm, log, sqrt
+"""
+_FUTURE_IMPORTS = re.compile(r"\A(?:.*^from __future__ import [^\n]*\n)?", re.M | re.S)
+
+
 @dataclass(frozen=True)
 class CodeReward:
     """Scores code by a row's tests: 1.0 if all pass, else 0.0, or the share that passes with `partial`.
@@ -175,9 +190,12 @@ def _input_output(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_function(code: str, data: dict[str, Any]) -> str:
-    """Return a solution with the function that `input_output` names, if it defines a method instead."""
+    """Return a solution with the function that `input_output` names and the imports that it may expect."""
     name = _input_output(data).get("fn_name")
-    return f"{code}\n\n{name} = {_CLASS}().{name}\n" if name and not _defines(code, name) else code
+    if not name:
+        return code
+    alias = "" if _defines(code, name) else f"\n\n{name} = {_CLASS}().{name}\n"
+    return _FUTURE_IMPORTS.sub(lambda found: f"{found[0]}{_IMPORTED}", code, count=1) + alias
 
 
 def _is_right(result: Result, wanted: str) -> bool:

@@ -94,6 +94,23 @@ def test_functions_of_apps_are_called(code, score):
     assert code_reward(completion=fenced(code), input_output=json.dumps(row)) == score
 
 
+@pytest.mark.parametrize("first", ["", '"""Adds."""\nfrom __future__ import annotations\n'])
+def test_solutions_of_leetcode_need_no_imports(first):
+    code = f"""{first}class Solution:
+    def total(self, values: List[int], power: Optional[int] = None) -> int:
+        queue = deque(values)
+        counts = defaultdict(int, Counter(queue))
+        return pow(sum(value * count for value, count in counts.items()), 1, 1000)
+"""
+    row = {"fn_name": "total", "inputs": [[[1, 2, 2]]], "outputs": [5]}
+    assert code_reward(completion=fenced(code), input_output=row) == 1.0
+
+
+def test_an_imported_function_is_no_solution():
+    row = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}
+    assert code_reward(completion=fenced("print(1)"), input_output=row) == 0.0
+
+
 def test_the_first_element_of_a_longer_list_is_not_its_result():
     row = {"fn_name": "pair", "inputs": [[1, 2], [3, 4]], "outputs": [[1, 2], [3, 4]]}
     assert code_reward(completion=fenced("def pair(a, b): return a"), input_output=row) == 0.0
