@@ -7,7 +7,7 @@ from typing import Any
 
 from arealite.api.errors import DatasetError
 from arealite.reward.extraction import last_boxed, last_tagged
-from arealite.reward.qa import normalize
+from arealite.reward.qa import TYPESETTING, normalize
 
 _LETTER = re.compile(
     r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,，。]*", re.I
@@ -46,7 +46,6 @@ _INSTEAD = re.compile(
     re.I,
 )
 _SENTENCE = re.compile(r"[^\n.;]{0,300}")
-_TYPESETTING = re.compile(r"\\(?:text\w*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 # Characters at the end of an answer that are searched.
 _TAIL = 2_000
 
@@ -70,7 +69,7 @@ def choice_reward(
 
 def find_choice(completion: str, letters: str = string.ascii_uppercase, texts: Sequence[str] = ()) -> str | None:
     """Return the letter that a completion chooses, or None; `texts` are the normalized choices."""
-    tail = _TYPESETTING.sub(r"\1", completion[-_TAIL:])
+    tail = TYPESETTING.sub(r"\1", completion[-_TAIL:])
     tagged = last_tagged(tail)
     if tagged is not None:
         return _letter_of(tagged, letters, texts)

@@ -8,6 +8,8 @@ from typing import Any
 from arealite.reward.extraction import last_boxed, last_tagged
 
 _IS = re.compile(r"\banswer(?: is|:)\s*(.+)", re.I)
+# Words in a formula: `\boxed{\text{Paris}}`.
+TYPESETTING = re.compile(r"\\(?:text\w*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’„«»…–—。，、！？；：（）「」《》")
 
@@ -41,10 +43,10 @@ def find_short_answer(completion: str) -> str:
     """Return the last `<answer>`, else the last box, else what follows `answer is`, else the last line."""
     tagged = last_tagged(completion)
     if tagged is not None:
-        return tagged
+        return TYPESETTING.sub(r"\1", tagged)
     lines = completion.strip().splitlines() or [""]
     stated = _IS.search(lines[-1])
-    return last_boxed(completion) or (stated[1] if stated else lines[-1])
+    return TYPESETTING.sub(r"\1", last_boxed(completion) or (stated[1] if stated else lines[-1]))
 
 
 def normalize(text: str) -> str:

@@ -75,6 +75,8 @@ def test_words_in_common():
     for answer in (1945, ["the year 45", 1945]):
         assert qa_reward("", "The answer is 1945.", [], [], answer=answer) == 1.0
         assert f1_reward("", "The answer is 1945.", [], [], answer=answer) == 1.0
+    for completion in (r"so \boxed{\text{Saint Denis}}", r"<answer>\textbf{Saint Denis}</answer>"):
+        assert qa_reward("", completion, [], [], answer="saint denis") == 1.0
     assert qa_reward("", "<answer>y</answer> or <answer>z</answer>", [], [], answer="z") == 1.0
 
 
