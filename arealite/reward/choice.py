@@ -18,8 +18,15 @@ _NOT_ZH = r"(?:而|并)?(?:不(?:可能|应该|应|会|能)?(?:是|为|选择?)|
 _STATED = re.compile(
     r"(?:\banswers?\b\W{0,5}(?:(?:must|should|would|will)\s+be\b|is\b|are\b|be\b)?"
     r"(?:\s+(?:clearly|therefore|thus|then|indeed)\b)?|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is\b|:)"
-    rf"|答案(?:(?:应该|应)?(?:[是为]|选择?(?!项))|[:：])+|答案(?={_NOT_ZH}))"
+    rf"|答案(?:(?:应该|应)?(?:[是为]|选择?(?!项))|[:：])+|答案(?={_NOT_ZH})"
+    r"|(?<!不)(?:故|因此|所以|应该?|只能)选择?(?!项)|(?:(?<=[，。,：:])|^)\s*选择?(?!项))"
     r"\W{0,5}(?:(?:option|choice) |选项)?",
+    re.I | re.M,
+)
+# `so option B is the correct answer`, but not `neither A nor B is correct` or `if B is right`.
+_CALLED_RIGHT = re.compile(
+    r"\b(nor |and |or |if |whether )?(?:(?:option|choice|answer) )?[({\[*]*(?-i:\b([A-Z]))(?![A-Za-z'])[)}\]*]*"
+    r" (?:is|must be) (?:(?:clearly|therefore|thus|indeed) )?(?:the )?(?:only )?(?:correct|right|best)\b",
     re.I,
 )
 # Not the article in `a village`.
@@ -55,7 +62,8 @@ def choice_reward(
 ) -> float:
     """Return 1.0 if the completion chooses `answer`: a letter, or the text of one of `choices`.
 
-    The chosen letter is that in the last `<answer>`, in the last box, behind `answer is`, or alone in the last line.
+    The chosen letter is that in the last `<answer>`, in the last box, behind `answer is` (`故选`), alone in the last
+    line, or called right there (`option B is correct`).
     Choices that the text rules out (`not B, but C`; `B is wrong, so C`; `不是B，而是C`) are skipped. With `choices`,
     their text counts as their letter.
     """
@@ -78,8 +86,9 @@ def find_choice(completion: str, letters: str = string.ascii_uppercase, texts: S
     stated = [_stated_letter(tail, marker.end(), letters, texts) for marker in _STATED.finditer(tail)]
     if chosen := [letter for letter in stated if letter]:
         return chosen[-1]
-    lines = tail.strip().splitlines()
-    return _letter_of(lines[-1], letters, texts) if lines else None
+    line = (tail.strip().splitlines() or [""])[-1]
+    called_right = [found[2] for found in _CALLED_RIGHT.finditer(line) if not found[1] and found[2] in letters]
+    return _letter_of(line, letters, texts) or (called_right[-1] if called_right else None)
 
 
 def _stated_letter(text: str, start: int, letters: str, texts: Sequence[str]) -> str | None:

@@ -46,7 +46,12 @@ CITIES = ["Paris", "The Hague", "Berlin", "A village"]
         ("答案不选选项B，选C", "C"), ("答案不是A，也不是B，而是D", "D"), ("答案不可能是A或B，所以答案为C", "C"),
         ("答案：B不对，应该选C", "C"), ("答案不是B", None), ("答案应该是C，不是B", "C"), ("答案是C而非B", "C"),
         ("<answer>C，不是B</answer>", "C"), (r"\boxed{不是B，而是C}", "C"), ("答案非常清楚", None),
-        ("答案不是A，也" * 300, None), ("<answer>C。</answer>", "C"),
+        ("答案不是A，也" * 300, None), ("<answer>C。</answer>", "C"), ("故选B。", "B"), ("A不对，故选：C。", "C"),
+        ("因此选择B", "B"), ("所以，选 D。", "D"), ("选B", "B"), ("不应该选B", None), ("故选项B", None),
+        ("so option B is the correct answer.", "B"), ("Therefore, **C** is correct.", "C"),
+        ("Neither A nor B is right", None), ("选项B", None),
+        ("A is right.\nB is right.\nC is wrong, so\nD", "D"), ("If option B is correct, I am lost", None),
+        ("Option B is not correct", None), ("The reason why (B) must be the right choice", "B"), ("a is correct", None),
     ],
 )  # fmt: skip
 def test_choices(completion, chosen):
