@@ -45,7 +45,7 @@ def calculate(expression: str) -> str:
         expression: for example (3 + 4) * 12
     """
     try:
-        return f"{_value(ast.parse(expression[:200].strip(), mode='eval').body):g}"
+        return f"{_value(ast.parse(expression[:200].strip(), mode='eval').body):.15g}"
     except (ArithmeticError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"error: {error}"
 

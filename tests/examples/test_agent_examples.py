@@ -74,6 +74,9 @@ def test_wrong_calls_cost_no_attempt(agents_sdk, call):
 
 def test_calculator(agents_sdk):
     assert agents_sdk.calculate("-(3 + 4) * 12 / 8") == "-10.5"
+    assert agents_sdk.calculate("100000.5 + 1") == "100001.5"
+    assert agents_sdk.calculate("1234567 * 2") == "2469134"
+    assert agents_sdk.calculate("0.1 + 0.2") == "0.3"
     for text in ("1 / 0", "2 ** 9", "__import__('os')", "'a' * 9", "((", "\0", "(" * 10**6):
         assert agents_sdk.calculate(text).startswith("error: ")
 
