@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     # Longer than the deadline of one answer's tests.
     workflow = RLVRWorkflow(reward, config.gconfig, tokenizer, reward_timeout_s=30.0)
     rows = load_rl(config.train_dataset, tokenizer)
-    valid_rows = load_rl(config.valid_dataset, tokenizer) if config.valid_dataset else None
+    valid_rows = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
     PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)
 
 

@@ -19,9 +19,11 @@ def test_code_is_trained_on_a_local_file(model_path, tmp_path):
         *("-m", "arealite.launcher.local", str(EXAMPLES / "code_grpo.py")),
         *("--config", str(EXAMPLES / "configs" / "code_grpo.yaml")),
         *(*common(tmp_path, data), *grpo_overrides(model_path), "train_dataset.split=null"),
-        "allocation_mode=embedded.d1p1t1+d1p1t1",
+        *(f"{key}={{path: {data}, split: null}}" for key in ("valid_dataset", "valid_datasets.other")),
+        *("evaluator.freq_steps=1", "allocation_mode=embedded.d1p1t1+d1p1t1"),
     )
     assert "isolation of the code that the model writes: " in output
     steps = stats_of(tmp_path / "code-grpo" / "trial0")
-    assert [s["step"] for s in steps] == list(range(NUM_STEPS))
-    assert all(s["rollout/tests"] == s["rollout/block"] == 0.0 for s in steps)
+    assert [s["step"] for s in steps if "reward" in s] == list(range(NUM_STEPS))
+    assert steps[-1]["eval/valid/num_questions"] == steps[-1]["eval/other/num_questions"] == len(rows)
+    assert all(s["rollout/tests"] == s["rollout/block"] == 0.0 for s in steps if "reward" in s)
