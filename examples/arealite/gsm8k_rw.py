@@ -32,7 +32,7 @@ def make_pairs(data: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[
 def change_results(answer: str) -> str:
     """Return an answer with other numbers behind each `=`, `>>` and `####`."""
     draw = random.Random(answer)
-    return re.sub(r"(=|>>|# )(\d+)", lambda match: f"{match[1]}{int(match[2]) + draw.randint(1, 9)}", answer)
+    return re.sub(r"(=|>>|# )(-?\d+)", lambda match: f"{match[1]}{int(match[2]) + draw.randint(1, 9)}", answer)
 
 
 def main(argv: list[str]) -> None:

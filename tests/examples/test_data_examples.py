@@ -1,5 +1,6 @@
 """The examples on GSM8K, reasoning-gym, TL;DR and HH-RLHF run on a tiny model."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -77,3 +78,10 @@ def test_stages_continue_from_each_other(model_path, tmp_path, name, stages):
     if "grpo" in stages:
         # The scores of a reward model, not 0 or 1.
         assert stats[-1]["reward"] not in (0.0, 1.0)
+
+
+def test_wrong_answers_of_gsm8k_differ_in_negative_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    change_results = importlib.import_module("gsm8k_rw").change_results
+    for answer in ("The average was -7.\n#### -7", "The largest is <<-47=-47>>-47.\n#### -47", "2+1=3\n#### 3"):
+        assert change_results(answer).rpartition("#")[2] != answer.rpartition("#")[2]
