@@ -13,7 +13,13 @@ from typing import Any
 from arealite.reward.extraction import last_boxed, last_tagged
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]{1,200}")
-_REPLACED = (("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\div", "/"), ("−", "-"))
+_REPLACED = (
+    ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\div", "/"), ("−", "-"),
+    ("\\left", ""), ("\\right", ""),
+)  # fmt: skip
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+# Fractions in fractions are read this deep.
+_MAX_DEPTH = 4
 
 
 def countdown_reward(
@@ -30,6 +36,8 @@ def find_expression(completion: str) -> str:
         answer = last_boxed(completion) or (completion.strip().splitlines() or [""])[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
+    for _ in range(_MAX_DEPTH):
+        answer = _FRACTION.sub(r"((\1)/(\2))", answer)
     return answer.split("=")[0].strip(" .$\n\t")
 
 

@@ -40,6 +40,16 @@ def test_the_last_answer_counts(completion):
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [r"2 \cdot \left(3 + 4\right)", r"\frac{2}{1} \times (3 + 4)", r"\dfrac{2 \times \frac{3}{1}}{1} + 4 \times 2"],
+)
+def test_formulas_in_latex_are_read(answer):
+    numbers = list(map(int, filter(str.isdigit, answer)))
+    assert countdown_reward("", f"\\boxed{{{answer}}}", numbers=numbers, target=14) == 1.0
+    assert countdown_reward("", f"\\boxed{{{answer}}}", numbers=[9, *numbers], target=14) == 0.0
+
+
+@pytest.mark.parametrize(
     ("completion", "reward"),
     [
         ("<answer>The Beatles!</answer>", 1.0),
