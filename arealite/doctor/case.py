@@ -137,6 +137,8 @@ class Case:
     # The present time by the clock of the run directory's file system.
     folder_clock: float = 0.0
     probe_error: str = ""
+    # Whether this user or mount may only read the directory: the run itself may be able to write.
+    is_probe_refused: bool = False
     probe_s: float = 0.0
     disks: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)

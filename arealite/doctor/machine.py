@@ -1,6 +1,7 @@
 """The state of this machine: disks, memory, GPUs, and whether the run directory can be written."""
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from arealite.utils.status.writer import FOLDER
 
 _PROBE_TIMEOUT_S, _GPU_TIMEOUT_S = 5.0, 5.0
 _PROBE_BYTES = 64 * 1024
+# Errors that may concern this user or this mount only, and not the run.
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu"
 
 
@@ -31,6 +34,7 @@ def write_probe(case: Case) -> float:
             result.append(path.stat().st_mtime)
         except OSError as error:
             case.probe_error = error.strerror or str(error)
+            case.is_probe_refused = error.errno in _REFUSED
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -28,9 +28,16 @@ def full_disk(case: Case) -> Iterator[Finding]:
         verdict = "the disk of the run directory is full: checkpoints, statistics and logs are lost"
         remedy = "free space there (old checkpoints/, recover/), or restart with another cluster.fileroot; "
         yield Finding("disk_full", verdict, evidence, f"{remedy}recover.mode=auto continues from the last checkpoint")
-    elif case.probe_error:
+    elif case.probe_error and (not case.is_probe_refused or problems or _nobody_writes(case)):
         verdict = "the run directory cannot be written"
         yield Finding("disk_unwritable", verdict, evidence, "check the mount and the permissions of the run directory")
+
+
+def _nobody_writes(case: Case) -> bool:
+    """Whether the run goes on, and the files of all its processes are old."""
+    writers = [p for p in case.processes if p.is_running and not p.is_stopped and p.status.get("interval_s")]
+    ages = [p.age_s if p.file_age_s is None else p.file_age_s for p in writers]
+    return bool(ages) and min(ages) > LATE_FILE_S
 
 
 def memory_pressure(case: Case) -> Iterator[Finding]:

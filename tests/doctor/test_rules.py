@@ -1,5 +1,6 @@
 """Every rule on hand-made snapshots, and what the command does with bad input."""
 
+import errno
 import json
 import os
 import time
@@ -12,6 +13,7 @@ from arealite.cli import doctor
 from arealite.doctor.case import HERE, Case, Proc, Process
 from arealite.doctor.collect import collect
 from arealite.doctor.graph import find_cycle, find_edges
+from arealite.doctor.machine import write_probe
 from arealite.doctor.report import render
 from arealite.doctor.rules import diagnose
 from arealite.utils.status.writer import Status
@@ -179,6 +181,33 @@ def test_network_disk_and_memory():
     assert diagnose(case)[0].kind == "disk_full"
     case = Case(Path("/run"), 60.0, [process("rank0")], memory={"total": 100 << 30, "available": 1 << 30})
     assert diagnose(case)[0].kind == "memory_pressure"
+
+
+def test_a_directory_that_only_the_doctor_cannot_write_is_no_cause():
+    refused = {"probe_error": "Permission denied", "is_probe_refused": True}
+
+    def kinds(*processes):
+        return [found.kind for found in diagnose(Case(Path("/run"), 60.0, list(processes), **refused))]
+
+    failed = process("rank0", state=None, ended="ended", facts={"error": "ValueError: wrong"})
+    assert kinds(failed) == ["run_failed"]
+    assert kinds(process("rank0")) == ["healthy"]
+    assert kinds(process("rank0", problem="cannot write rank0.json: Permission denied"))[0] == "disk_unwritable"
+    old = process("rank0")
+    old.file_age_s = 50.0
+    assert kinds(old)[0] == "disk_unwritable"
+    assert kinds(old, process("rank1"))[0] != "disk_unwritable"
+
+
+def test_what_refuses_the_probe_is_told_from_a_broken_disk(tmp_path, monkeypatch):
+    def refuse(self, data):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    for number, is_refused in ((errno.EACCES, True), (errno.EROFS, True), (errno.ENOSPC, False), (errno.EIO, False)):
+        case = Case(tmp_path, 60.0)
+        write_probe(case)
+        assert (case.probe_error, case.is_probe_refused) == (os.strerror(number), is_refused)
 
 
 def test_a_rank_that_does_not_publish_with_the_others_is_named():
