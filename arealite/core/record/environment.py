@@ -1,8 +1,9 @@
-"""What a run depends on besides its data: configuration, code, versions, hardware.
+"""What a run depends on: configuration, code, versions, hardware, data files of supervised runs.
 
 Recorded once per start of a run; a replay describes itself in the same way, and `differences` says what has changed.
 """
 
+import contextlib
 import importlib.metadata
 import platform
 import subprocess
@@ -29,6 +30,8 @@ _IRRELEVANT += ("rollout.server_addrs", "rollout.weight_update", "rollout.dump_r
 _IRRELEVANT += ("server.port", "server.host", "server.api_key", "rollout.num_workers")
 _CHOSEN = ("max_tokens_per_mb", "gradient_checkpointing", "logprob_chunk_size")
 _GIT_TIMEOUT_S = 10.0
+# Of a data file: how much is read for its checksum, at its start and at its end.
+_MAX_DATA_BYTES = 32 << 20
 
 
 def describe_environment(config: BaseExperimentConfig) -> dict[str, Any]:
@@ -54,6 +57,8 @@ def describe_environment(config: BaseExperimentConfig) -> dict[str, Any]:
         "commit": _commit(),
         "modules": dict(sorted(_own_modules())),
         "config": dict(_flatten(values)),
+        # Rollouts get their rows from the record.
+        "data": {} if hasattr(config, "rollout") else _describe_data(config),
     }
 
 
@@ -68,12 +73,40 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], with_ranks:
             is_chosen = old.get(name) is None and name.endswith(_CHOSEN)
             if old.get(name) != new.get(name) and not is_chosen:
                 found.append(f"{name}: {old.get(name)}, now {new.get(name)}")
+    # Records of older versions know nothing of data.
+    old, new = recorded.get("data", {}), now.get("data", {})
+    for name in old:
+        if old[name] != new.get(name):
+            found.append(f"rows of {name}: {old[name]}, now {new.get(name, 'no such file')}")
     old, new = recorded["modules"], now["modules"]
     changed = [name for name in old if name in new and old[name] != new[name]]
     if changed:
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         found.append(f"code of {', '.join(changed[:8])}{more} (recorded at commit {recorded['commit'] or 'unknown'})")
     return found
+
+
+def _describe_data(config: BaseExperimentConfig) -> dict[str, str]:
+    """Return size and checksum of each file with training rows; names on a hub are left out."""
+    sources = {"train_dataset": config.train_dataset}
+    sources |= {f"train_datasets.{name}": source for name, source in config.train_datasets.items()}
+    found = {}
+    for name, source in sources.items():
+        path = Path(source.path).expanduser()
+        # What is wrong with a file is said where its rows are read.
+        with contextlib.suppress(OSError, ValueError):
+            if path.is_file():
+                found[name] = _describe_file(path)
+    return found
+
+
+def _describe_file(path: Path) -> str:
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        checksum = zlib.crc32(file.read(_MAX_DATA_BYTES))
+        file.seek(max(file.tell(), size - _MAX_DATA_BYTES))
+        checksum = zlib.crc32(file.read(_MAX_DATA_BYTES), checksum)
+    return f"{size} bytes with checksum {checksum:08x}"
 
 
 def _flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from arealite.api.cli_args import DatasetConfig, GRPOConfig, SFTConfig, TrainEngineConfig
+from arealite.api.dataset_args import MixtureSourceConfig
 from arealite.api.errors import RecordError, RequestError
 from arealite.api.generation_args import GenerationHyperparameters
 from arealite.api.io_struct import ROUTED_EXPERTS, ModelRequest, ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories
+from arealite.core.record import environment
 from arealite.core.record import recorder as recorder_module
-from arealite.core.record.environment import differences
+from arealite.core.record.environment import describe_environment, differences
 from arealite.core.record.episodes import TrainedRows, decode_requests, decode_row, encode_episode, encode_row
 from arealite.core.record.recorder import Recorder
 from arealite.core.record.step_file import StepRecord, read_step, recorded_steps, step_path, write_step
@@ -209,6 +212,38 @@ def test_differences_of_environments_are_named():
         "actor.optimizer.lr: 0.1, now 0.2",
         "code of mine (recorded at commit abc)",
     ]
+
+
+def test_a_changed_data_file_of_a_supervised_run_is_named(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    config = SFTConfig("e", "t", train_dataset=DatasetConfig(path=str(first)), model=TrainEngineConfig(path="m"))
+    mixed = SFTConfig("e", "t", train_datasets={"b": MixtureSourceConfig(path=str(second))})
+    for path in (first, second):
+        path.write_text("one\n")
+    old, old_mixed = describe_environment(config), describe_environment(mixed)
+    assert differences(old, describe_environment(config)) == []
+    first.write_text("two\n")
+    (text,) = differences(old, describe_environment(config))
+    assert text.startswith("rows of train_dataset: 4 bytes with checksum")
+    assert differences(old_mixed, describe_environment(mixed)) == [], "the other file has changed"
+    second.unlink()
+    (text,) = differences(old_mixed, describe_environment(mixed))
+    assert text.startswith("rows of train_datasets.b: ") and text.endswith("now no such file")
+    del old["data"]
+    assert differences(old, describe_environment(config)) == [], "a record of an older version"
+    # Rollouts get their rows from the record.
+    rl = GRPOConfig("e", "t", train_dataset=DatasetConfig(path=str(first)))
+    assert describe_environment(rl)["data"] == {}
+
+
+def test_both_ends_of_a_large_data_file_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_MAX_DATA_BYTES", 4)
+    config = SFTConfig("e", "t", train_dataset=DatasetConfig(path=str(tmp_path / "rows.jsonl")))
+    found = []
+    for text in ("0123456789", "x123456789", "012345678x", "0123456789x"):
+        (tmp_path / "rows.jsonl").write_text(text)
+        found.append(describe_environment(config)["data"]["train_dataset"])
+    assert len(set(found)) == 4
 
 
 def logged(*exchanges):
