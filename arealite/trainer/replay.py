@@ -175,7 +175,9 @@ def replay_config(run: RecordedRun, plan: ReplayPlan, folder: Path) -> dict[str,
     config = {key: value for key, value in run.config.items() if key not in _DROPPED}
     environment = environment_of(Path(plan.record), plan.first)
     config |= {"experiment_name": folder.parent.name, "trial_name": folder.name, "record": 0}
-    config["cluster"] = {**(config.get("cluster") or {}), "fileroot": str(run.dir.path)}
+    # All ranks run on this machine, whatever the run had.
+    one_node = {"fileroot": str(run.dir.path), "n_nodes": None, "min_nodes": None}
+    config["cluster"] = {**(config.get("cluster") or {}), **one_node}
     config["stats_logger"] = {"console": False}
     # Other numbers of threads round otherwise.
     threads = environment["hardware"]["threads"]

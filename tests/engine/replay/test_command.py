@@ -9,7 +9,9 @@ import pytest
 from arealite.api.errors import ConfigError, RecordError
 from arealite.cli.replay import main
 from arealite.core.record.step_file import StepRecord, write_step
+from arealite.trainer.replay import make_plan, read_run, replay_config
 from arealite.utils.config import run_main
+from arealite.utils.rundir import RunDir
 from tests import warm_python
 
 SCRIPT = """
@@ -125,6 +127,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "replays").write_text("no folder")
     with pytest.raises(ConfigError, match=r"cannot write to .*replays: .*or replay a copy of the run directory"):
         main([str(tmp_path), "--trainer-only"])
+
+
+def test_a_run_of_several_machines_is_replayed_on_one(tmp_path):
+    cluster = "{fileroot: /shared, n_nodes: 2, min_nodes: 2, n_gpus_per_node: 8}"
+    (tmp_path / "config.yaml").write_text(f"{{allocation_mode: d2, model: {{}}, cluster: {cluster}}}")
+    (tmp_path / "record").mkdir()
+    write_step(tmp_path / "record", 0, StepRecord({"attempt": "attempt000000-x", "sizes": {}}, []))
+    (tmp_path / "record" / "attempt000000-x.json").write_text('{"hardware": {"threads": 1}}')
+    run = read_run(RunDir(tmp_path))
+    config = replay_config(run, make_plan(run, "trainer-only", None, None, None), tmp_path / "replays" / "1")
+    assert config["cluster"] == {"fileroot": str(tmp_path), "n_nodes": None, "min_nodes": None, "n_gpus_per_node": 8}
 
 
 def test_a_damaged_job_is_refused(tmp_path):
