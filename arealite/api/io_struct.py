@@ -148,11 +148,15 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True)
 class SaveLoadMeta:
-    """Where and what to save: `hf` is a folder for `from_pretrained`, `dcp` a sharded checkpoint."""
+    """Where and what to save: `hf` is a folder for `from_pretrained`, `dcp` a sharded checkpoint.
+
+    `keeps_schedule`: a load with the optimizer leaves the position in the learning-rate schedule as it is.
+    """
 
     path: str
     weight_format: Literal["hf", "dcp"] = "hf"
     with_optim: bool = False
+    keeps_schedule: bool = False
 
 
 @dataclass(frozen=True)

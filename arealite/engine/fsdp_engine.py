@@ -359,7 +359,7 @@ class FSDPEngine(TrainEngine):
         if meta.weight_format == "hf":
             checkpoint.load_hf(self, meta.path)
         else:
-            sharded_checkpoint.load_dcp(self, meta.path, meta.with_optim)
+            sharded_checkpoint.load_dcp(self, meta.path, meta.with_optim, meta.keeps_schedule)
         if self.pipeline is not None:
             self.pipeline.copy_tied()
 

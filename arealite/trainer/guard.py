@@ -3,8 +3,8 @@
 `Run` gives it the statistics of each step. With `on_collapse=rollback` one recover checkpoint is always kept to go back
 to: the newest one at which no alarm was active and the reward (up to noise) or the validation was at its best; at first
 the model before the first step. A rollback restores weights and optimizers of that checkpoint and halves the learning
-rate. Steps, data and versions go on: servers get the restored weights with the next update, and answers of the
-collapsed policy are off-policy data until they are too old.
+rate. Steps, data, versions and the schedule of the rate go on: servers get the restored weights with the next update,
+and answers of the collapsed policy are off-policy data until they are too old.
 
 Rollbacks are stored in recover checkpoints, the checkpoint to go back to in `recover/guard.json`. A run that was killed
 before the checkpoint of a rollback was complete repeats the rollback when it resumes.

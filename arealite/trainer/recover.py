@@ -127,22 +127,25 @@ class Recover:
             )
         return None
 
-    def _load_engines(self, path: Path) -> None:
+    def _load_engines(self, path: Path, keeps_schedule: bool = False) -> None:
         for name, engine in self.engines.items():
-            engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True))
+            engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True, keeps_schedule=keeps_schedule))
 
     def keep(self, name: str) -> None:
         """Never delete the checkpoint of this name, and no longer the one that was kept before."""
         self._kept = name
 
     def restore_engines(self, name: str) -> None:
-        """Load the engines alone from the checkpoint of this name. All ranks call it between two steps."""
+        """Load the engines alone from the checkpoint of this name. All ranks call it between two steps.
+
+        Learning-rate schedules follow the steps of the run, which go on, so that they reach their end with it.
+        """
         self._finish_earlier()
         path = self.folder / name
         damage = find_damage(path, rank(), world_size())
         if is_on_any_rank(bool(damage)):
             raise CheckpointError(f"the recover checkpoint {path} is damaged ({damage or 'see the other ranks'})")
-        self._load_engines(path)
+        self._load_engines(path, keeps_schedule=True)
 
     def maybe_save(self, info: StepInfo) -> bool:
         """Save if it is due. All ranks call it after each step.

@@ -124,6 +124,21 @@ def test_rollback_restores_a_good_checkpoint_with_half_the_rate(config, capfd):
     assert stats[-1]["rollbacks"] == 1
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_schedule_of_the_rate_goes_on_after_a_rollback(config, is_killed):
+    config.on_collapse, config.actor.optimizer.lr_scheduler_type = "rollback", "linear"
+    config.actor.optimizer.warmup_steps_proportion = 0.0
+    collapsing = lambda step: 0.0 if 20 <= step < 23 else 0.5  # noqa: E731
+    run, _ = train(config, collapsing, 40 if is_killed else NUM_STEPS)
+    if is_killed:
+        run, _ = train(config, collapsing)
+    stats = read_stats(run)
+    (alarm,) = [s["step"] for s in stats if s["alarms"]]
+    # The rate of the step after this one, as `train` reads it after the step.
+    expected = [LR * (1 - (step + 1) / NUM_STEPS) * (1 if step <= alarm else 0.5) for step in range(NUM_STEPS)]
+    assert [s["lr"] for s in stats] == pytest.approx(expected) and stats[-1]["lr"] == 0
+
+
 def test_a_collapse_before_the_first_checkpoint_goes_back_to_the_start(config):
     config.on_collapse, config.recover.freq_steps = "rollback", 1000
     _, weights = train(config, lambda step: 0.0 if 6 <= step < 15 else 0.5, 20)

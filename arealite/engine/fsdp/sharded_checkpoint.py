@@ -78,7 +78,7 @@ class HostCopy:
         return _copy_state_dict(state, self._buffers, non_blocking=False)
 
 
-def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
+def load_dcp(engine: EngineState, path: str, with_optim: bool, keeps_schedule: bool = False) -> None:
     """Load on any number of ranks; check that it is complete and fits before changing anything."""
     metadata = _read_metadata(path)
     check_sharded(path, engine.config, metadata, with_optim)
@@ -110,7 +110,7 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
             for key in engine.optimizer.state.get(parameter, {}):
                 if (scales := resized.get(f"optim/{name}/{key}")) is not None:
                     engine.optimizer.state[parameter][key] = fit_scales(parameter, scales)
-        _restore_training_state(engine, state)
+        _restore_training_state(engine, state, keeps_schedule)
 
 
 def _other_scales(state: State, metadata: dict) -> State:
@@ -184,9 +184,9 @@ def _training_state(engine: EngineState) -> dict[str, torch.Tensor]:
     return state | {f"rng/{distributed.rank()}/{key}": value for key, value in rng.items()}
 
 
-def _restore_training_state(engine: EngineState, state: dict[str, torch.Tensor]) -> None:
+def _restore_training_state(engine: EngineState, state: dict[str, torch.Tensor], keeps_schedule: bool) -> None:
     lr_step, engine.bad_steps, version = state["counters"].tolist()
-    engine.set_lr_step(lr_step)
+    engine.set_lr_step(engine.lr_step if keeps_schedule else lr_step)
     engine.set_version(version)
     engine.load_extra_state(_under("extra/", state))
     rng = _under(f"rng/{distributed.rank()}/", state)

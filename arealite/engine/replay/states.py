@@ -55,7 +55,8 @@ class RunStates:
             run = RunDir(str(self.record.parent))
             folder = self.folder if state >= self.plan.first else run.recover
             for name, engine in self.engines.items():
-                engine.load(SaveLoadMeta(str(folder / _name(state) / name), "dcp", with_optim=True))
+                path = str(folder / _name(state) / name)
+                engine.load(SaveLoadMeta(path, "dcp", with_optim=True, keeps_schedule=True))
                 engine.set_version(step)
         if rank() == 0:
             show_message(f"rollback before step {step + 1}: went back to {_name(state)}")
