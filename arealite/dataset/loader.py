@@ -4,7 +4,10 @@ Training loops iterate over one epoch (`for batch in loader`) or without end (`l
 batches. Recover checkpoints save the state: the epoch and the position in it, and with a curriculum its draws.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,14 @@ from arealite.api.cli_args import BaseExperimentConfig, DatasetConfig, DPOConfig
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.order import Curriculum, epoch_order
+from arealite.utils.console import show_message
+from arealite.utils.distributed import rank
 
 Row = dict[str, Any]
 # Makes the rows of a dataset; the folder is that of its cache.
 RowLoader = Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]]
+# Rows of the last batch that a checkpoint has a checksum of.
+_NUM_CHECKED = 4
 
 
 def check_num_rows(num_rows: int, config: DatasetConfig) -> None:
@@ -75,6 +82,8 @@ class StatefulDataLoader:
         self.curriculum = Curriculum(rows, config.curriculum, seed, config.shuffle) if config.curriculum else None
         # Takes the number of a row, counted over all epochs, and the share of right answers; None if nobody asks.
         self.record_result: Callable[[int, float], None] | None = self.curriculum.record if self.curriculum else None
+        # The last order that was made, and its epoch.
+        self._order: tuple[int, Sequence[int]] | None = None
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -82,7 +91,7 @@ class StatefulDataLoader:
 
     def __iter__(self) -> Iterator[list[Row]]:
         """Yield the remaining batches of the current epoch, then move to the start of the next."""
-        order = () if self.curriculum else epoch_order(self.rows, self.seed, self.epoch, self.shuffle)
+        order = () if self.curriculum else self._order_of(self.epoch)
         while self.position < len(self):
             start = self.position * self.batch_size
             self.position += 1
@@ -100,6 +109,20 @@ class StatefulDataLoader:
         while True:
             yield from self
 
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, epoch_order(self.rows, self.seed, epoch, self.shuffle)
+        return self._order[1]
+
+    def _checksums(self, epoch: int, position: int) -> dict[str, Any]:
+        """Return checksums of the order of an epoch, and of rows in the batch before a position in it."""
+        order, end = self._order_of(epoch), position * self.batch_size
+        rows = [self.rows[order[i]] for i in range(max(0, end - self.batch_size), end)[:_NUM_CHECKED]]
+        # The order of the file needs no pass over all numbers.
+        order_sum = 0 if isinstance(order, range) else zlib.crc32(array("q", order))
+        rows_sum = zlib.crc32(json.dumps(_plain(rows)).encode())
+        return {"epoch": epoch, "position": position, "order": order_sum, "rows": rows_sum}
+
     def stats(self) -> dict[str, float]:
         """Return statistics of the curriculum; empty without one."""
         return self.curriculum.stats() if self.curriculum else {}
@@ -107,7 +130,9 @@ class StatefulDataLoader:
     def state_dict(self) -> dict[str, Any]:
         state = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
         state |= {"num_rows": len(self.rows), "batch_size": self.batch_size}
-        return state | ({"curriculum": self.curriculum.state_dict()} if self.curriculum else {})
+        if self.curriculum:
+            return state | {"curriculum": self.curriculum.state_dict()}
+        return state | {"sums": self._checksums(self.epoch, self.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches that the saved loader had yielded."""
@@ -117,6 +142,12 @@ class StatefulDataLoader:
                 f"the data differs from the checkpoint's, so its order cannot be resumed: {', '.join(changed)}. "
                 "Restore the old values, or start another run (another trial_name) from the trained weights in "
                 "checkpoints/"
+            )
+        if self._has_other_rows(state) and rank() == 0:
+            show_message(
+                "warning: the training data has as many rows as that of the checkpoint, but other ones (another file, "
+                "or other settings that make the rows): the run continues at the same position of the new rows. If "
+                "that is not intended, stop it and restore the data, or set another trial_name"
             )
         self.load_position(state)
         if self.curriculum:
@@ -132,4 +163,25 @@ class StatefulDataLoader:
         changed = [f"{k} was {state[k]} and is {mine[k]}" for k in mine if state[k] != mine[k]]
         if (self.curriculum is not None) != ("curriculum" in state):
             changed.append(f"curriculum was {'on' if 'curriculum' in state else 'off'}")
+        if not changed and self._sums_like(state).get("order") != state.get("sums", {}).get("order"):
+            changed.append("rows are read in another order (shuffle, streaming, or the sets and weights of a mixture)")
         return changed
+
+    def _has_other_rows(self, state: Mapping[str, Any]) -> bool:
+        return self._sums_like(state).get("rows") != state.get("sums", {}).get("rows")
+
+    def _sums_like(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return own checksums of what a state has checksums of; empty if it has none."""
+        sums = state.get("sums")
+        return self._checksums(sums["epoch"], sums["position"]) if sums and not self.curriculum else {}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it, the same in each process; of what JSON cannot hold, the type."""
+    if isinstance(value, Mapping):
+        return [[str(key), _plain(one)] for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, str | int | float | None):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else type(value).__name__

@@ -5,6 +5,7 @@ import pytest
 from arealite.api.cli_args import DatasetConfig, SFTConfig, TrainEngineConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset import StatefulDataLoader
+from arealite.dataset.order import Mixture
 
 
 def make(rows=10, size=3, shuffle=True, **kwargs) -> StatefulDataLoader:
@@ -65,3 +66,47 @@ def test_batch_size_counts_replicas_not_ranks(monkeypatch):
 def test_a_changed_dataset_cannot_be_resumed():
     with pytest.raises(DatasetError, match="num_rows was 10 and is 11"):
         make(rows=11).load_state_dict(make().state_dict())
+
+
+def test_another_order_cannot_be_resumed():
+    with pytest.raises(DatasetError, match="read in another order"):
+        make(shuffle=False).load_state_dict(make().state_dict())
+    with pytest.raises(DatasetError, match="read in another order"):
+        make().load_state_dict(make(shuffle=False).state_dict())
+
+
+def test_another_mixture_cannot_be_resumed():
+    def mix(**weights: float) -> StatefulDataLoader:
+        sets = {name: [{"i": f"{name}{i}"} for i in range(6)] for name in ("a", "b")}
+        return StatefulDataLoader(Mixture(sets, weights), DatasetConfig(path="d", batch_size=3))
+
+    first = mix(a=1.0, b=1.0)
+    mix(a=2.0, b=2.0).load_state_dict(first.state_dict())
+    with pytest.raises(DatasetError, match="read in another order"):
+        mix(a=1.0, b=3.0).load_state_dict(first.state_dict())
+
+
+def test_other_rows_of_the_same_number_are_resumed_with_a_warning(capsys):
+    first, other = make(), make()
+    next(first.cycle())
+    other.rows = [{"i": row["i"], "tokens": {3}} for row in other.rows]
+    make().load_state_dict(first.state_dict())
+    assert "warning" not in capsys.readouterr().out
+    other.load_state_dict(first.state_dict())
+    assert "but other ones" in capsys.readouterr().out
+    # What JSON cannot hold is the same in each process.
+    next(other.cycle())
+    make_like = make()
+    make_like.rows = other.rows
+    make_like.load_state_dict(other.state_dict())
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_checksums_is_resumed(capsys):
+    first = make()
+    take(first.cycle(), 2)
+    state = first.state_dict()
+    del state["sums"]
+    second = make(shuffle=False)
+    second.load_state_dict(state)
+    assert second.position == 2 and "warning" not in capsys.readouterr().out
