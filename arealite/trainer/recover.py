@@ -66,6 +66,15 @@ class Recover:
 
         With `resume_from=True` there must be one; a path names the checkpoint.
         """
+        if self.config.is_set == (self.config.mode == "disabled") and rank() == 0:
+            # One half of the configuration has no effect without the other.
+            given, missing = (
+                ("mode=disabled", "mode=auto") if self.config.is_set else ("no freq_steps", "freq_steps=20")
+            )
+            show_message(
+                f"note: recover has {given}: no checkpoints are written during the run, and after a crash the same "
+                f"command starts anew. To continue instead, set recover.{missing}"
+            )
         if self.config.mode == "disabled" and not resume_from:
             return None
         path = self._check_named(Path(resume_from)) if isinstance(resume_from, str) else self._find_newest_good()

@@ -326,6 +326,21 @@ def test_a_checkpoint_that_is_missing_or_of_another_run_is_an_error(tmp_path):
         other.load()
 
 
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (RecoverConfig(mode="disabled", freq_steps=1), "recover.mode=auto"),
+        (RecoverConfig(mode="auto"), "recover.freq_steps=20"),
+        (RecoverConfig(mode="auto", freq_secs=60), ""),
+        (RecoverConfig(mode="disabled"), ""),
+    ],
+)
+def test_half_a_configuration_of_recovery_is_named(tmp_path, capsys, config, missing):
+    Recover(config, RunDir(tmp_path), {"actor": Engine()}).load()
+    printed = capsys.readouterr().out
+    assert ("starts anew" in printed) == bool(missing) and missing in printed
+
+
 def test_disabled_neither_saves_nor_loads(tmp_path):
     make(tmp_path).save(info(0))
     recover = make(tmp_path, "disabled")
