@@ -7,6 +7,7 @@ file and kept in a folder of the run, if one is given. `LazyRows` applies a func
 
 import hashlib
 import json
+import logging
 import os
 from array import array
 from bisect import bisect_right
@@ -22,6 +23,7 @@ from arealite.dataset.columns import make_row
 from arealite.dataset.rows import check_rows, find_files, import_pyarrow, load_from_hub, read_table
 from arealite.utils.rundir import write_file
 
+logger = logging.getLogger("arealite.dataset")
 Row = dict[str, Any]
 Make = Callable[[Row], Row | None]
 # Row groups of a .parquet file that are kept in memory; rows are shuffled within so many.
@@ -213,8 +215,11 @@ def cached_index(cache: Path | None, files: list[Path], settings: str, build: Ca
         index.frombytes(path.read_bytes())
         return index
     index = build()
-    cache.mkdir(parents=True, exist_ok=True)
-    write_file(path, index.tobytes(), private=False)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        write_file(path, index.tobytes(), private=False)
+    except OSError as error:
+        logger.warning("the index of the rows is not kept, the next start reads them all again: %s", error)
     return index
 
 

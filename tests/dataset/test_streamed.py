@@ -71,6 +71,18 @@ def test_few_row_groups_are_in_memory(tmp_path):
         assert batch and len(rows._groups) <= module.WINDOW
 
 
+def test_an_index_that_cannot_be_written_is_not_kept(tmp_path, tokenizer, monkeypatch, caplog):
+    (tmp_path / "data").mkdir()
+    config = write(tmp_path / "data", "jsonl")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_file", fail)
+    rows = load_prompts(config, AS_THEY_ARE, tokenizer, cache=tmp_path / "run" / "data")
+    assert len(rows) == 100 and "not kept" in caplog.text and "No space left" in caplog.text
+
+
 def test_the_index_is_built_once_and_again_for_a_changed_file(tmp_path, tokenizer, monkeypatch):
     config = write(tmp_path / "data" if (tmp_path / "data").mkdir() is None else tmp_path, "jsonl")
     cache, passes = tmp_path / "run" / "data", []
