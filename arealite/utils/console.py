@@ -276,7 +276,8 @@ _shown: list[_Screen] = []
 def show_message(text: str) -> None:
     """Print a message, above the live table if there is one; then it is in the log too."""
     text = clean(text)
-    print(text, flush=True)
+    # In one piece: unbuffered output would let a message of another thread come before the end of the line.
+    print(f"{text}\n", end="", flush=True)
     activity.note_output()
     status.event(text)
     for screen in _shown:

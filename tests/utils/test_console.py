@@ -3,13 +3,14 @@ import io
 import os
 import pty
 import struct
+import sys
 import termios
 
 import pytest
 from rich.console import Console
 
 from arealite.utils.activity import activity
-from arealite.utils.console import Column, ProgressTable, clock
+from arealite.utils.console import Column, ProgressTable, clock, show_message
 from tests import warm_python
 
 
@@ -191,3 +192,15 @@ def test_messages_appear_above_the_live_table(tmp_path):
     assert process.wait() == 0, shown
     assert b"warning: [bold] no room on the disk" in shown and b"chatter" not in shown
     assert "no room on the disk" in (tmp_path / "log").read_text()
+
+
+def test_a_message_is_one_write_so_that_those_of_threads_do_not_mix(monkeypatch):
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    pieces: list[str] = []
+    monkeypatch.setattr(sys, "stdout", Output())
+    show_message("agents start sessions at URL")
+    assert [piece for piece in pieces if piece] == ["agents start sessions at URL\n"]
