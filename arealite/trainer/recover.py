@@ -66,14 +66,10 @@ class Recover:
 
         With `resume_from=True` there must be one; a path names the checkpoint.
         """
-        if self.config.is_set == (self.config.mode == "disabled") and rank() == 0:
-            # One half of the configuration has no effect without the other.
-            given, missing = (
-                ("mode=disabled", "mode=auto") if self.config.is_set else ("no freq_steps", "freq_steps=20")
-            )
+        if rank() == 0 and (text := self._half_set()):
             show_message(
-                f"note: recover has {given}: no checkpoints are written during the run, and after a crash the same "
-                f"command starts anew. To continue instead, set recover.{missing}"
+                f"note: {text}: no checkpoints are written during the run, and after a crash the same command starts "
+                "anew. Set recover.mode=auto and recover.freq_steps, freq_epochs or freq_secs to continue instead"
             )
         if self.config.mode == "disabled" and not resume_from:
             return None
@@ -97,6 +93,16 @@ class Recover:
         if isinstance(resume_from, str) and rank() == 0:
             self._set_aside_later(path, state["step"]["global_step"] + 1)
         return StepInfo(**state["step"])
+
+    def _half_set(self) -> str:
+        """Say which half of the configuration has no effect without the other; empty if none.
+
+        Shipped configurations have `freq_secs` beside `mode: disabled`, ready to be switched on.
+        """
+        if self.config.mode != "disabled":
+            return "" if self.config.is_set else f"recover.mode={self.config.mode} has no frequency"
+        given = [name for name in ("freq_steps", "freq_epochs") if getattr(self.config, name)]
+        return f"recover.{given[0]} has no effect with recover.mode=disabled" if given else ""
 
     def _check_named(self, path: Path) -> Path:
         """Return a checkpoint that the caller has named, if it is good."""

@@ -329,9 +329,10 @@ def test_a_checkpoint_that_is_missing_or_of_another_run_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("config", "missing"),
     [
-        (RecoverConfig(mode="disabled", freq_steps=1), "recover.mode=auto"),
-        (RecoverConfig(mode="auto"), "recover.freq_steps=20"),
+        (RecoverConfig(mode="disabled", freq_steps=1), "recover.freq_steps has no effect"),
+        (RecoverConfig(mode="auto"), "recover.mode=auto has no frequency"),
         (RecoverConfig(mode="auto", freq_secs=60), ""),
+        (RecoverConfig(mode="disabled", freq_secs=60), ""),
         (RecoverConfig(mode="disabled"), ""),
     ],
 )
