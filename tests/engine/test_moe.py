@@ -356,6 +356,25 @@ def test_fillers_count_neither_in_statistics_nor_in_the_balance(model_dirs, sett
     assert few_norm == pytest.approx(many_norm, rel=1e-4) and (few_norm > 0) == bool(settings)
 
 
+def test_passes_for_log_probs_count_neither_in_statistics_nor_in_the_balance(model_dirs):
+    """With `compile` they run the graph of training."""
+    found = []
+    for others in ([], [random_batch([30, 25, 28], seed=5)]):
+        actor = make_actor(model_dirs["deepseek_v3"], router_bias_update_rate=0.01)
+        # Only now: compiling takes minutes here, and the passes are the same.
+        actor.config = replace(actor.config, compile=True)
+        for batch in others:
+            actor.compute_logp(batch)
+        (block,) = expert_blocks(actor.model)
+        stats = actor.train_batch(
+            random_batch([9, 14]), lambda out, mb: (0.0 * out["logp"].sum(), {}), lambda mb: torch.tensor(1.0)
+        )
+        moe = {key: value for key, value in stats.items() if key.startswith("moe/")}
+        found.append((moe, block.router.e_score_correction_bias.clone()))
+        actor.destroy()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and torch.equal(found[0][1], found[1][1])
+
+
 def test_router_statistics(model_dirs):
     actor = make_actor(model_dirs["mixtral"])
     with torch.no_grad():

@@ -55,7 +55,7 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 class Routing:
-    """The routers of one model, if it has any. `load` and `totals` of each layer grow until `end_step`.
+    """The routers of one model, if it has any. `load` and `totals` grow from `begin_step` to `end_step`.
 
     On a rank of a pipeline only the layers `own` have hooks. Statistics are those of all layers.
     """
@@ -138,6 +138,9 @@ class Routing:
 
     def begin_step(self, num_micro_batches: int, factor: float) -> None:
         """Begin the passes of a training step, whose gradients are divided by `factor` after them."""
+        # With `compile` log-probs are computed by the graph of training, which has counted their tokens too.
+        for part in (*self.load, *self.totals):
+            part.zero_()
         if self.aux_loss_coef and self.layers:
             # FSDP averages gradients over its ranks, so this is a mean over ranks, micro-batches and layers.
             self.balance = torch.tensor(factor * self.aux_loss_coef / (num_micro_batches * len(self.layers)))
