@@ -1,4 +1,4 @@
-"""Checks that saved adapters and optimizer states fit an engine, before they are loaded.
+"""Checks that saved weights, adapters and optimizer states fit an engine, before they are loaded.
 
 Files of adapters hold the factors of `scale·B·A`; the scale is a setting. With another one, or without some of the
 adapters, the loaded model would be a different one, without any error. In the same way the 8-bit codes of moments would
@@ -6,7 +6,7 @@ be read as the moments themselves.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 
 from arealite.api.errors import CheckpointError
 from arealite.api.train_args import TrainEngineConfig
+from arealite.utils import distributed
 
 # What PEFT adds to a plain low-rank product.
 _UNSUPPORTED = ("use_dora", "alpha_pattern")
-# Name in sharded checkpoints, followed by the value.
-_ALPHA = "lora_alpha/"
+# Names in sharded checkpoints, followed by the value and by the name of a tensor.
+_ALPHA, _MODEL = "lora_alpha/", "model/"
 
 
 def alpha_of(config: TrainEngineConfig) -> int:
@@ -36,6 +37,47 @@ def check_sharded(path: str, config: TrainEngineConfig, names: Collection[str], 
     _check_alpha_mark(path, config, names)
     if with_optim:
         _check_moments(path, config, names)
+
+
+def check_tensors(
+    path: str, state: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], names: Collection[str]
+) -> None:
+    """Raise on all ranks if a checkpoint and the engine have other tensors, or tensors of other shapes.
+
+    `state` has the tensors of this rank, `names` are those of the whole model. Weights that only the checkpoint has are
+    refused too: without its last layers a model loads, but computes something else.
+    """
+    saved = {name.removeprefix(_MODEL) for name in metadata if name.startswith(_MODEL)}
+    given, wanted = _adapted(saved), _adapted(names)
+    if given != wanted:
+        raise CheckpointError(
+            f"{path} has adapters of {_listed(given)}, and this engine has adapters of {_listed(wanted)}: set "
+            "lora_rank and lora_targets as they were"
+        )
+    bad = ""
+    for name, tensor in state.items():
+        found = metadata.get(name)
+        if found is None or tuple(found.size) != tuple(tensor.shape):
+            shape = "missing" if found is None else tuple(found.size)
+            bad = bad or f"{name} is {shape}, expected {tuple(tensor.shape)}"
+    if not bad and (extra := sorted(saved.difference(names))):
+        bad = f"it has {len(extra)} tensors that this engine lacks, such as {extra[0]}"
+    # Pipeline stages have different tensors.
+    if any(distributed.all_gather_rows(torch.tensor([bool(bad)]))[0].tolist()):
+        raise CheckpointError(
+            f"{path} does not fit this engine: {bad or 'tensors of another pipeline stage differ'}. It belongs to "
+            "another model, or was saved without the optimizer"
+        )
+
+
+def _adapted(names: Iterable[str]) -> set[str]:
+    """Return the layers with adapters, without the numbers of their blocks."""
+    layers = (name.partition(".lora_A.")[0] for name in names if ".lora_A." in name)
+    return {layer.rpartition(".")[2] for layer in layers}
+
+
+def _listed(layers: Collection[str]) -> str:
+    return ", ".join(sorted(layers)) or "no layer"
 
 
 def _check_moments(path: str, config: TrainEngineConfig, names: Collection[str]) -> None:

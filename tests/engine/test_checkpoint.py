@@ -184,6 +184,23 @@ def test_incomplete_foreign_and_missing_checkpoints_are_rejected(model_dirs, tmp
     assert all(map(torch.equal, before, engine.model.parameters()))
 
 
+def test_a_checkpoint_with_more_layers_than_the_engine_is_rejected(model_dirs, tmp_path):
+    """Without its last layers a model loads, but computes something else."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"])
+    model.config.num_hidden_layers = 1
+    model.config.layer_types = model.config.layer_types[:1]
+    del model.model.layers[1:]
+    model.save_pretrained(tmp_path / "small")
+    meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    trained_engine(model_dirs["qwen2"], steps=1).save(meta)
+    small = trained_engine(str(tmp_path / "small"), steps=1)
+    before = [p.detach().clone() for p in small.model.parameters()]
+    for with_optim in (True, False):
+        with pytest.raises(CheckpointError, match=r"tensors that this engine lacks, such as model\.layers\.1\."):
+            small.load(SaveLoadMeta(meta.path, "dcp", with_optim=with_optim))
+    assert all(map(torch.equal, before, small.model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("saved", "other"), [("adamw_8bit", "adamw"), ("adamw_8bit", "adamw_bf16"), ("adamw", "adamw_8bit")]
 )

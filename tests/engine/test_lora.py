@@ -26,7 +26,7 @@ BATCH = random_batch([5, 12, 7, 9])
 
 def lora_engine(path, steps=3, **kwargs):
     torch.manual_seed(0)
-    engine = FSDPLMEngine(engine_config(path, lora_rank=4, **kwargs))
+    engine = FSDPLMEngine(engine_config(path, **{"lora_rank": 4} | kwargs))
     engine.initialize(SPEC)
     for _ in range(steps):
         engine.train_lm(BATCH)
@@ -97,6 +97,19 @@ def test_adapters_of_another_scale_are_not_loaded(model_dirs, tmp_path, format):
         other.load(saved)
     assert torch.equal(before, other.forward(BATCH)["logp"])
     lora_engine(model_dirs["qwen2"], lora_alpha=8).load(saved)
+
+
+def test_a_sharded_checkpoint_of_other_targets_names_both(model_dirs, tmp_path):
+    saved = SaveLoadMeta(str(tmp_path / "saved"), "dcp", with_optim=True)
+    lora_engine(model_dirs["qwen2"], lora_targets=["q_proj", "v_proj"]).save(saved)
+    others = {"k_proj, q_proj": lora_engine(model_dirs["qwen2"], lora_targets=["q_proj", "k_proj"])}
+    others["no layer"] = lora_engine(model_dirs["qwen2"], lora_rank=0)
+    for layers, other in others.items():
+        before = other.forward(BATCH)["logp"]
+        message = rf"has adapters of q_proj, v_proj, and this engine has adapters of {layers}: set lora_rank and"
+        with pytest.raises(CheckpointError, match=message):
+            other.load(saved)
+        assert torch.equal(before, other.forward(BATCH)["logp"])
 
 
 def test_checkpoints_that_do_not_name_their_alpha_are_loaded(model_dirs, tmp_path, monkeypatch):

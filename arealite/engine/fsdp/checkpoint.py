@@ -89,6 +89,11 @@ def _saved_buffers(engine: EngineState) -> dict[str, torch.Tensor]:
     return {n: own.get(n, like) for n, like in engine.pipeline.saved_buffers.items()}
 
 
+def all_names(engine: EngineState) -> set[str]:
+    """Return the names of what a checkpoint holds of the whole model, on every pipeline stage."""
+    return {*_parameters(engine), *_saved_buffers(engine)}
+
+
 def own_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the buffers of this rank that belong to a checkpoint."""
     saved = model.state_dict().keys()

@@ -20,8 +20,15 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
-from arealite.engine.adapter_files import alpha_mark, check_sharded
-from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, own_buffers, raise_on_all_ranks, replace_folder
+from arealite.engine.adapter_files import alpha_mark, check_sharded, check_tensors
+from arealite.engine.fsdp.checkpoint import (
+    EngineState,
+    WriteSteps,
+    all_names,
+    own_buffers,
+    raise_on_all_ranks,
+    replace_folder,
+)
 from arealite.engine.fsdp.optimizer import fit_scales
 from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
@@ -94,7 +101,7 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool, keeps_schedule: b
     state = {k: v for k, v in state.items() if k in metadata or not _may_lack(k, stepped)}
     resized = _other_scales(state, metadata)
     state |= resized
-    _check_shapes(path, state, metadata)
+    check_tensors(path, state, metadata, all_names(engine))
     try:
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
@@ -118,22 +125,6 @@ def _other_scales(state: State, metadata: dict) -> State:
     sizes = {n: metadata[n].size for n in state if n.startswith("optim/") and n.endswith("_scale") and n in metadata}
     sizes = {n: size for n, size in sizes.items() if size[:-1] == state[n].shape[:-1] and size != state[n].shape}
     return {n: torch.empty(size, device=local(state[n]).device) for n, size in sizes.items()}
-
-
-def _check_shapes(path: str, state: State, metadata: dict) -> None:
-    """Raise on all ranks if a tensor of any rank is missing in the checkpoint or has another shape."""
-    bad = ""
-    for name, tensor in state.items():
-        saved = metadata.get(name)
-        if saved is None or tuple(saved.size) != tuple(tensor.shape):
-            found = "missing" if saved is None else tuple(saved.size)
-            bad = bad or f"{name} is {found}, expected {tuple(tensor.shape)}"
-    # Pipeline stages have different tensors.
-    if any(distributed.all_gather_rows(torch.tensor([bool(bad)]))[0].tolist()):
-        raise CheckpointError(
-            f"{path} does not fit this engine: {bad or 'tensors of another pipeline stage differ'}. It belongs to "
-            "another model, or was saved without the optimizer"
-        )
 
 
 def _read_metadata(path: str) -> dict:
