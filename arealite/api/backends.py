@@ -104,6 +104,11 @@ class Backend(abc.ABC):
                 f"rollout.weight_update={config.weight_update} needs embedded servers, which pull their parts of the "
                 f"weights: set it to broadcast or disk for {self.name}"
             )
+        if config.weight_update in ("stream", "delta") and config.lora_rank:
+            raise ConfigError(
+                f"rollout.weight_update={config.weight_update} sends shards, but adapters are merged with whole "
+                "weights: set auto"
+            )
         if "api_key" in self.options(config):
             raise ConfigError(
                 f"{self.name}.api_key would be visible on a command line: set server.api_key, which is passed "

@@ -288,6 +288,14 @@ def test_only_embedded_servers_pull_their_weights():
             BACKENDS[backend].check(settings)
 
 
+@pytest.mark.parametrize("way", ["stream", "delta"])
+def test_shards_with_adapters_are_refused_before_anything_starts(way):
+    settings = config("embedded.d1+d1")
+    settings.weight_update, settings.lora_rank = way, 8
+    with pytest.raises(ConfigError, match=f"rollout.weight_update={way} sends shards, .* set auto"):
+        BACKENDS["embedded"].check(settings)
+
+
 def test_servers_that_span_nodes():
     spread = Spread(2, 1, "10.0.0.1:99")
     sglang = BACKENDS["sglang"].command(config("sglang.d1t16+d1"), 1, spread)
