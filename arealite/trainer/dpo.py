@@ -46,7 +46,7 @@ class DPOTrainer(SFTTrainer):
 
     def _with_reference(self, batch: Batch) -> Batch:
         if self.engine.config.loss == "kto":
-            batch = with_mismatched(batch)
+            batch = with_mismatched(batch, self.config.train_dataset.max_length)
         if self.ref is not None:
             batch["ref_logp"] = self.ref.forward(batch)["logp"]
         return batch

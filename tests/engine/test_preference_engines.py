@@ -279,6 +279,23 @@ def test_single_answers_beside_pairs_are_mismatched_within_their_side():
     assert with_mismatched(one_of_each)["pair_ids"].tolist() == [1, 2, -1, -1]
 
 
+def test_mismatched_rows_are_no_longer_than_the_data_may_be(noisy_model_dirs):
+    """A long prompt with the long answer to a short one: more tokens than the model has positions."""
+    batch = random_batch([100, 100, 20])
+    starts = torch.tensor([[95], [5], [5]])
+    batch["loss_mask"] = (torch.arange(100) >= starts) * batch["attention_mask"]
+    batch |= {"pair_ids": torch.tensor([1, 2, 3]), "is_chosen": torch.tensor([1, 0, 1])}
+    cut = with_mismatched(batch, max_length=110)
+    assert cut["attention_mask"].sum(dim=1).tolist() == [100, 100, 20, 110, 20, 10]
+    assert cut["loss_mask"].sum(dim=1).tolist() == [5, 95, 15, 15, 15, 5]
+    assert torch.equal(cut["input_ids"][3, 95:110], batch["input_ids"][1, 5:20])
+    engine = dpo_engine(noisy_model_dirs["gpt2"], "kto")
+    cut["ref_logp"] = engine.forward(cut)["logp"]
+    assert engine.evaluate_dpo(cut)["loss"] == pytest.approx(0.5, abs=1e-4)
+    # Rows of other data may be longer: a prompt without an answer would measure nothing.
+    assert with_mismatched(batch, max_length=50)["attention_mask"].sum(dim=1).tolist()[3] == 100
+
+
 def test_a_mismatched_answer_of_several_turns_is_moved_as_a_whole():
     batch = random_batch([5, 8])
     # The second answer has two trained turns with a message between them.

@@ -24,11 +24,14 @@ def check_pairs(batch: Batch) -> None:
         )
 
 
-def with_mismatched(batch: Batch) -> Batch:
+def with_mismatched(batch: Batch, max_length: int | None = None) -> Batch:
     """Add rows for KTO's baseline: each prompt with the answer of the next row (`pair_ids` −1).
 
     In a batch with pairs it is the next row of the same side: that of the other side may answer the same prompt.
+    A long prompt with a long answer is cut to `max_length`, or to the longest row if a row is longer: memory and the
+    positions of the model may suffice for no more.
     """
+    limit = None if max_length is None else max(max_length, int(batch["attention_mask"].sum(dim=1).max()))
     rows, real = [], batch["pair_ids"] > 0
     has_pairs = len(batch["pair_ids"][real].unique()) < int(real.sum())
     groups = batch["is_chosen"] if has_pairs else torch.zeros_like(batch["is_chosen"])
@@ -36,18 +39,19 @@ def with_mismatched(batch: Batch) -> Batch:
         members = ((groups == group) & real).nonzero().flatten()
         for row, other in zip(members.tolist(), members.roll(-1).tolist(), strict=True):
             if row != other:
-                rows.append(_joined(batch, row, other))
+                rows.append(_joined(batch, row, other, limit))
     return concat_padded([batch, *rows]) if rows else batch
 
 
-def _joined(batch: Batch, prompt_row: int, answer_row: int) -> Batch:
-    """Return the prompt of one row with the answer of another, as a batch of one row."""
+def _joined(batch: Batch, prompt_row: int, answer_row: int, limit: int | None) -> Batch:
+    """Return a batch of one row: the prompt of one and the answer of another, cut to `limit` tokens."""
     one, other = (select_rows(batch, [row]) for row in (prompt_row, answer_row))
     # Between trained turns an answer may have other messages.
     prompt, start = (int(row["loss_mask"][0].argmax()) for row in (one, other))
     tokens, mask = (other[key][:, start:] for key in ("input_ids", "loss_mask"))
     ids = torch.cat([one["input_ids"][:, :prompt], tokens], dim=1)
     trained = torch.cat([torch.zeros_like(ids[:, :prompt]), mask], dim=1)
+    ids, trained = ids[:, :limit], trained[:, :limit]
     new = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": trained}
     return {k: new.get(k, v) for k, v in one.items()} | {"pair_ids": torch.full((1,), -1)}
 
