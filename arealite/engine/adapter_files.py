@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from arealite.api.errors import CheckpointError
 from arealite.api.train_args import TrainEngineConfig
@@ -68,6 +69,24 @@ def check_tensors(
             f"{path} does not fit this engine: {bad or 'tensors of another pipeline stage differ'}. It belongs to "
             "another model, or was saved without the optimizer"
         )
+
+
+def check_depth(path: str, config: PreTrainedConfig) -> None:
+    """Raise if a Hugging Face folder is of a model with more or fewer layers than the engine's.
+
+    Names of tensors do not tell: files may hold more than a model reads, such as layers for multi-token prediction.
+    """
+    file, text = Path(path) / "config.json", config.get_text_config()
+    if not file.exists():
+        return
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): give a folder that was saved completely") from error
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    given, wanted = settings.get("text_config", settings).get(key), getattr(text, key, None)
+    if None not in (given, wanted) and given != wanted:
+        raise CheckpointError(f"{path} is of another model: it has {given} layers, and this engine has {wanted}")
 
 
 def _adapted(names: Iterable[str]) -> set[str]:

@@ -198,6 +198,8 @@ def test_a_checkpoint_with_more_layers_than_the_engine_is_rejected(model_dirs, t
     for with_optim in (True, False):
         with pytest.raises(CheckpointError, match=r"tensors that this engine lacks, such as model\.layers\.1\."):
             small.load(SaveLoadMeta(meta.path, "dcp", with_optim=with_optim))
+    with pytest.raises(CheckpointError, match="it has 2 layers, and this engine has 1"):
+        small.load(SaveLoadMeta(model_dirs["qwen2"], "hf"))
     assert all(map(torch.equal, before, small.model.parameters()))
 
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError
-from arealite.engine.adapter_files import check_adapter_folder
+from arealite.engine.adapter_files import check_adapter_folder, check_depth
 from arealite.engine.fsdp import lora
 from arealite.engine.fsdp.low_bit import LowBitLinear, low_bit_buffers, low_bit_weights
 from arealite.engine.fsdp.model import PackedModel, load_model
@@ -230,6 +230,7 @@ def load_hf(engine: EngineState, path: str) -> None:
         if given != list(spec.shape):
             raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
     check_adapter_folder(path, engine.config, found, specs)
+    check_depth(path, engine.hf_config)
     weights, own = {}, {name: p for name, _, p in _adapters(engine)}
     like = own if adapters else _parameters(engine) | _saved_buffers(engine) | low_bit_buffers(engine.model)
     if distributed.rank() == 0 and adapters:
