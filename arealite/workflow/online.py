@@ -2,7 +2,7 @@
 
 An episode opens a group of `gconfig.n_samples` sessions and waits until others have used them, so that the executor
 decides, as always, how far generation runs ahead. Agents start a session with the admin token, chat with the token of
-the session, give it a reward and end it. docs/agents.md describes the requests.
+the session, give it a reward and end it, or give it up. docs/agents.md describes the requests.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.console import show_message
-from arealite.utils.http.server import json_response, read_object
+from arealite.utils.http.server import flag, json_response, read_object
 from arealite.utils.seeds import derive_seed
 from arealite.utils.vision import VisionProcessor
 
@@ -44,12 +44,36 @@ class _Group:
     num_started: int = 0
     # Time of the event loop at which the group ends; set by its first session.
     deadline: float = math.inf
+    timer: asyncio.TimerHandle | None = None
     open: set[str] = field(default_factory=set[str])
     ended: dict[int, Session] = field(default_factory=dict[int, Session])
+    # Places of sessions that were given up, which others may take.
+    given_up: list[int] = field(default_factory=list[int])
 
     @property
     def has_room(self) -> bool:
-        return self.num_started < self.size and not self.done.done()
+        return (self.num_started < self.size or bool(self.given_up)) and not self.done.done()
+
+    @property
+    def is_new(self) -> bool:
+        return not self.open and not self.ended
+
+    @property
+    def next_number(self) -> int:
+        return self.given_up[0] if self.given_up else self.num_started
+
+    def take_place(self) -> None:
+        """Count a session that was started with `next_number`."""
+        if self.given_up:
+            self.given_up.pop(0)
+        else:
+            self.num_started += 1
+
+    def start_again(self) -> None:
+        """Wait for the first session of any task again."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.name, self.deadline, self.timer = None, math.inf, None
 
     def end(self) -> None:
         """End the group as it is; idempotent."""
@@ -133,8 +157,8 @@ class OnlineWorkflow(RolloutWorkflow):
         if not name and size > 1:
             raise RequestError(f"{size} sessions at one task are compared with each other: name the task in `group`")
         free = [group for group in self._groups if group.has_room]
-        own = next((group for group in free if group.name == name and group.num_started), None) if name else None
-        own = own or next((group for group in free if not group.num_started), None)
+        own = next((group for group in free if group.name == name and not group.is_new), None) if name else None
+        own = own or next((group for group in free if group.is_new), None)
         if own is None:
             raise web.HTTPServiceUnavailable(reason="the trainer has enough sessions for now: try again later")
         found = self._open(own)
@@ -151,17 +175,17 @@ class OnlineWorkflow(RolloutWorkflow):
 
     def _open(self, group: _Group) -> OpenSession:
         assert self._gateway is not None
-        number = group.num_started
+        number, is_first = group.next_number, group.is_new
         seed = None if group.seed is None else derive_seed(group.seed, number)
         gconfig = replace(self.gconfig, n_samples=1)
         found = self._gateway.open_session(gconfig, seed, self.turn_discount, self.template_kwargs)
-        group.num_started += 1
+        group.take_place()
         group.open.add(found.id)
         self._group_of[found.id] = group, number
-        if number == 0:
+        if is_first:
             loop = asyncio.get_running_loop()
             group.deadline = loop.time() + self.session_timeout_s
-            loop.call_at(group.deadline, group.end)
+            group.timer = loop.call_at(group.deadline, group.end)
         return found
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -185,12 +209,18 @@ class OnlineWorkflow(RolloutWorkflow):
         return found
 
     def _finish(self, found: OpenSession, body: dict[str, Any]) -> None:
-        """End a session with its rewards, of which the last one may come with the request."""
+        """End a session with its rewards, of which the last one may come with the request, or give it up."""
+        group, number = self._group_of[found.id]
+        if flag(body, "give_up"):
+            group.given_up.append(number)
+            self._close(found.id)
+            if group.is_new:
+                group.start_again()
+            return
         if "reward" in body:
             set_reward(found.session, body)
         if not found.session.has_reward:
-            raise RequestError("the session has no reward: send one with it, or before")
-        group, number = self._group_of[found.id]
+            raise RequestError('the session has no reward: send one with it, or before, or give it up: "give_up": true')
         group.ended[number] = found.session
         self._close(found.id)
 
@@ -201,5 +231,5 @@ class OnlineWorkflow(RolloutWorkflow):
             return
         self._gateway.close_session(session_id)
         group.open.discard(session_id)
-        if group.num_started == group.size and not group.open:
+        if not group.has_room and not group.open:
             group.end()

@@ -110,6 +110,33 @@ def test_only_the_admin_starts_sessions_and_names_the_task():
         OnlineWorkflow(GenerationHyperparameters(), TOKENIZER, "")
 
 
+def test_the_place_of_a_session_that_was_given_up_is_free_again():
+    async def client(http, url):
+        async def start(group):
+            status, session = await post(http, f"{url}/rl/sessions", ADMIN, group=group)
+            assert status == 200, session
+            await chat(session)
+            return session
+
+        async def end(session, **body):
+            status, _ = await post(http, f"{session['base_url']}/rl/end", session["api_key"], **body)
+            assert status == 200
+
+        # The only session of its task: the next one may be at another.
+        await end(await start("a"), give_up=True)
+        first = await start("b")
+        await end(first, reward=1.0)
+        lost = await start("b")
+        assert (await post(http, f"{url}/rl/sessions", ADMIN, group="b"))[0] == 503
+        assert (await post(http, f"{lost['base_url']}/rl/end", lost["api_key"], give_up="yes"))[0] == 400
+        assert (await post(http, f"{url}/rl/end", ADMIN, session=lost["session"], give_up=True))[0] == 200
+        assert (await post(http, f"{lost['base_url']}/rl/end", lost["api_key"], reward=0.5))[0] == 401
+        await end(await start("b"), reward=0.0)
+
+    (batch,) = play(make(), 1, client)
+    assert batch["rewards"].tolist() == [1.0, 0.0] and batch["sample_ids"].tolist() == [0, 1]
+
+
 def test_sessions_that_are_left_alone_expire_and_the_others_count():
     async def client(http, url):
         for reward in (0.0, 1.0, None):
