@@ -276,6 +276,8 @@ def test_groups_stay_whole_and_balanced_over_ranks():
 
 
 def test_engine_leaves_no_thread(server, connect):
-    before = threading.active_count()
+    # The first one in a process starts a thread that prints what the process waits for.
     connect(server).destroy()
-    assert threading.active_count() == before
+    before = set(threading.enumerate())
+    connect(server).destroy()
+    assert set(threading.enumerate()) <= before
