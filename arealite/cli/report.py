@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import sqlite3
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -124,7 +125,7 @@ def alarm_texts(run_dir: RunDir) -> list[str]:
     if not run_dir.db_path.exists():
         return []
     query = "SELECT step, text FROM events WHERE level = 'alarm' ORDER BY time DESC"
-    with contextlib.closing(open_ledger(run_dir.db_path)) as database:
+    with _ledger_of(run_dir) as database:
         found = database.execute(query).fetchall()
     lines = [f"alarm after step {(step or 0) + 1}: {clean(text)}" for step, text in reversed(found[:_MAX_ALARMS])]
     left = len(found) - len(lines)
@@ -189,12 +190,19 @@ def waits_table(seconds: dict[tuple[str, str], float]) -> Table:
 
 def _print_episodes(console: Console, run_dir: RunDir, num_rollouts: int) -> None:
     """Print the outcomes of the episodes, and the newest rollouts. A run on fixed data has none."""
+    with _ledger_of(run_dir) as database:
+        table = episodes_table(database)
+        if table.row_count:
+            console.print(table)
+        _print_rollouts(console, database, num_rollouts)
+
+
+@contextlib.contextmanager
+def _ledger_of(run_dir: RunDir) -> Iterator[sqlite3.Connection]:
+    """Open the ledger to read it; raises `CheckpointError` for a damaged one."""
     try:
         with contextlib.closing(open_ledger(run_dir.db_path)) as database:
-            table = episodes_table(database)
-            if table.row_count:
-                console.print(table)
-            _print_rollouts(console, database, num_rollouts)
+            yield database
     except sqlite3.Error as error:
         raise CheckpointError(
             f"cannot read the ledger {run_dir.db_path}: {error}. It is damaged or of another arealite version"

@@ -185,9 +185,10 @@ def test_it_only_reads(run_dir):
         assert database.execute("SELECT COUNT(*) FROM episodes").fetchone() == before
 
 
-def test_a_ledger_of_another_version_is_one_clear_line(run_dir):
+@pytest.mark.parametrize("table", ["rollout_data", "events"])
+def test_a_ledger_of_another_version_is_one_clear_line(run_dir, table):
     with sqlite3.connect(run_dir.db_path) as database:
-        database.executescript("PRAGMA user_version = 1; DROP TABLE rollout_data")
+        database.executescript(f"PRAGMA user_version = 1; DROP TABLE {table}")
     with pytest.raises(CheckpointError, match=r"no such table.*of another arealite version") as info:
         main([str(run_dir.path)])
     assert "\n" not in str(info.value)

@@ -22,7 +22,7 @@ from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
-from arealite.utils.memory.model_size import ModelSize
+from arealite.utils.memory.model_size import ModelSize, read_model_size
 from tests.engine.engine_testing import SPEC, engine_config
 
 VOCAB, NEW = 120, 12
@@ -152,6 +152,9 @@ def check_served(model: PreTrainedModel, folder) -> None:
     settings = {"block_size": 4, "max_total_tokens": 72, "max_prefill_tokens": 16, "device": "cpu"}
     engine = Engine(ServerConfig(model_path=str(folder), **settings)).start()
     try:
+        size = read_model_size(str(folder))
+        # Estimates of memory count the cache as it is.
+        assert size is not None and engine.shape.kv_bytes_per_token(torch.float32) == 4 * size.cached_numbers(1)
         params = SamplingParams(n=2, temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
         futures = [engine.submit(Request(prompt, params)) for prompt in prompts()]
         for prompt, future in zip(prompts(), futures, strict=True):

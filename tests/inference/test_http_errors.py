@@ -58,6 +58,12 @@ def test_text_and_stop_strings_need_a_tokenizer(stream, make_engine):
     assert call(engine, "/generate", body)[0] == 200
 
 
+@pytest.mark.parametrize("more", [{"priority": 3}, {"lora_path": "a"}, {"top_logprobs_num": 2}])
+def test_fields_of_sglang_that_would_have_no_effect_are_refused(more, make_engine):
+    status, answer = call(make_engine(make_model()), "/generate", {"input_ids": [1, 2], **more})
+    assert status == 400 and f"{next(iter(more))} is not supported" in message(answer)
+
+
 def broken_engine(make_engine, num_good: int) -> Engine:
     """Make an engine whose logits are NaN after `num_good` greedy tokens of the prompt [1, 2, 3]."""
     model = make_model()

@@ -41,10 +41,10 @@ _MAX_STEPS = 16
 def measure_steps(core: EngineCore, times: StepTimes) -> None:
     """Add steps with 1 sequence and more to `times`, until time is over or the engine is full.
 
-    Those with 64 sequences are measured three times: short ones, long ones, and of different lengths. On CPU 256 short
-    ones and 256 of different lengths follow. All are measured three times, because a trainer that starts beside them
-    makes some slower: the fastest counts on CPU, the middle one on GPUs, on which steps that were in flight when the
-    clock started are too fast.
+    Steps of 64 sequences are measured with short ones, with long ones, and with different lengths, on CPU also steps of
+    256 with short ones and with different lengths. Everything is measured three times, because a trainer that starts
+    meanwhile makes some steps slower. The fastest counts on CPU; on GPUs it is the middle one, because steps that were
+    in flight when the clock started are too fast.
     """
     num_blocks, size = core.scheduler.pool.num_usable, core.config.block_size
     blocks = 1 + -(-(_PROMPT_TOKENS + _MAX_STEPS) // size)

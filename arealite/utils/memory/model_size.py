@@ -71,8 +71,9 @@ class ModelSize:
         vocab, layers = number("vocab_size"), number("num_hidden_layers", "n_layer")
         inner = number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
         kv_heads = number("num_key_value_heads", default=heads)
-        # The cache has one width: that of the widest layers.
-        head_dim = max(number("head_dim", default=hidden // heads), number("global_head_dim"))
+        # The cache has one width: that of the widest layers (Gemma 4).
+        wide = [layer.get("head_dim", 0) for layer in (text.get("per_layer_config") or {}).values()]
+        head_dim = max(number("head_dim", default=hidden // heads), number("global_head_dim"), *wide)
         latent, attention = 0, 2 * hidden * (heads + kv_heads) * head_dim
         if text.get("kv_lora_rank"):
             kv_heads, head_dim = heads, number("qk_nope_head_dim") + number("qk_rope_head_dim")
