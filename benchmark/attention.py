@@ -26,9 +26,12 @@ from arealite.inference.loading import ModelShape
 from arealite.utils.config import load_config
 
 # KV heads, query heads of each, head size
-HEADS = {"0.5b": (2, 7, 64), "1.5b": (2, 6, 128), "7b": (4, 7, 128)}
+HEADS = {"0.5b": (2, 7, 64), "1.5b": (2, 6, 128), "7b": (4, 7, 128), "30b-a3b": (4, 8, 128)}
 # Sequences and tokens of each; 0: log-normal lengths
-CASES = {"64x8k": (64, 8192), "32x16k": (32, 16384), "256x4k": (256, 4608), "4x16k": (4, 16384), "64 mixed": (64, 0)}
+CASES = {
+    "64x8k": (64, 8192), "32x16k": (32, 16384), "256x4k": (256, 4608), "4x16k": (4, 16384), "64 mixed": (64, 0),
+    "256x160": (256, 160), "256x384": (256, 384), "256x640": (256, 640), "1024x384": (1024, 384),
+}  # fmt: skip
 
 
 @dataclass

@@ -15,6 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from arealite.inference.cuda.kernels import times
 
+_NO_EXPERT = tl.constexpr(1 << 30)
+
 
 @triton.jit
 def choose_experts_kernel(
@@ -66,14 +68,16 @@ def group_pairs_kernel(
         gdc_wait()
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        inside = start + at < num_pairs
-        ids = tl.load(index_ptr + start + at, mask=inside, other=0)
-        before += (inside & (ids < expert)).to(tl.int32)
-        own += (inside & (ids == expert)).to(tl.int32)
-    first = tl.sum(before, 0)
-    end = first + tl.sum(own, 0)
+    # Pairs of smaller experts, and of this one in the upper half of the number.
+    counts = tl.zeros([BLOCK], tl.int64)
+    ids = tl.load(index_ptr + at, mask=at < num_pairs, other=_NO_EXPERT)
+    counts += (ids < expert).to(tl.int64) + ((ids == expert).to(tl.int64) << 32)
+    for start in range(BLOCK, num_pairs, BLOCK):
+        more = tl.load(index_ptr + start + at, mask=start + at < num_pairs, other=_NO_EXPERT)
+        counts += (more < expert).to(tl.int64) + ((more == expert).to(tl.int64) << 32)
+    total = tl.sum(counts, 0)
+    first = (total & 0x7FFFFFFF).to(tl.int32)
+    end = first + (total >> 32).to(tl.int32)
     tile = first // BM + expert
     after = tl.where(expert == tl.num_programs(0) - 1, num_tiles, end // BM + expert + 1)
     for base in range(tile, after, TILES):
@@ -84,8 +88,9 @@ def group_pairs_kernel(
         tl.store(own_at + 1, places, mask=wanted)
         tl.store(own_at + 2, tl.zeros_like(places) + end, mask=wanted)
     for start in range(0, num_pairs, BLOCK):
-        inside = start + at < num_pairs
-        is_own = inside & (tl.load(index_ptr + start + at, mask=inside, other=0) == expert)
+        if start > 0:
+            ids = tl.load(index_ptr + start + at, mask=start + at < num_pairs, other=_NO_EXPERT)
+        is_own = ids == expert
         place = first + tl.cumsum(is_own.to(tl.int32), 0) - 1
         tl.store(order_ptr + place, start + at, mask=is_own)
         first += tl.sum(is_own.to(tl.int32), 0)

@@ -24,6 +24,8 @@ prompt_kernels: Any = _prompt_kernels
 sample_kernels: Any = _sample_kernels
 LOG2_E = 1.4426950408889634
 _PARTS = 16  # of the vocabulary, sampled in parallel
+# So many programs of decode attention hide each other's latency: with one warp each, more of them run at once.
+_MANY_PROGRAMS = 1024
 
 
 @dataclass
@@ -226,6 +228,10 @@ def _attend_tiles(
     constants = _constants(q, batch, layer, softcap)
     group = constants["G"]
     rows = group if decode else tokens_per_tile(group) * group
+    num_warps, num_stages = 2 if decode else 8, 2 if constants["PRECISE"] else 3
+    has_many = decode and tiles * constants["HKV"] * splits >= _MANY_PROGRAMS
+    if has_many and rows <= 16 and dim == 128 and not (constants["PRECISE"] or constants["SCALED"]):
+        constants["BLOCK_N"], num_warps, num_stages = 32, 1, 2
     kernels.attend_kernel[(tiles, constants["HKV"], splits)](
         q, batch.keys[layer], batch.values[layer], *(batch.scales[layer] if batch.scales else (out, out)), out,
         part, lse, batch.rows, batch.positions, batch.table,
@@ -235,8 +241,7 @@ def _attend_tiles(
         n, batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         SPLITS=splits, WINDOW=window or 0, DECODE=decode, SINKS=sinks is not None, **constants,
-        num_warps=2 if decode else 8,
-        num_stages=2 if constants["PRECISE"] else 3,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         kernels.merge_splits_kernel[(n * num_heads,)](
