@@ -23,7 +23,7 @@ kernels: Any = _kernels
 prompt_kernels: Any = _prompt_kernels
 sample_kernels: Any = _sample_kernels
 LOG2_E = 1.4426950408889634
-_PARTS = 16  # of the vocabulary, sampled in parallel
+_PARTS = 32  # of the vocabulary, sampled in parallel
 # So many programs of decode attention hide each other's latency: with one warp each, more of them run at once.
 _MANY_PROGRAMS = 1024
 
@@ -303,11 +303,11 @@ def sample(
     b, vocab = logits.shape
     best, peak, total = torch.empty(3, b, _PARTS, dtype=torch.float32, device=logits.device)
     token = torch.empty(b, _PARTS, dtype=torch.int32, device=logits.device)
-    block = min(2048, triton.next_power_of_2(vocab))
+    block = min(1024, triton.next_power_of_2(vocab))
     part_size = triton.cdiv(triton.cdiv(vocab, _PARTS), block) * block
     sample_kernels.sample_parts_kernel[(b, _PARTS)](
         logits, rows, positions, temperature, seeds, thresholds, best, token, peak, total, vocab, part_size,
-        PARTS=_PARTS, BLOCK=block, num_warps=8,
+        PARTS=_PARTS, BLOCK=block, FAST=logits.is_cuda, num_warps=4,
     )  # fmt: skip
     sample_kernels.finish_sample_kernel[(b,)](
         logits, rows, temperature, best, token, peak, total, tokens, logprobs, vocab, PARTS=_PARTS, num_warps=1
