@@ -6,7 +6,7 @@ be read as the moments themselves.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ def alpha_mark(config: TrainEngineConfig) -> dict[str, torch.Tensor]:
     return {f"{_ALPHA}{alpha_of(config)}": torch.zeros(1)} if config.lora_rank else {}
 
 
-def check_sharded(path: str, config: TrainEngineConfig, names: Collection[str], with_optim: bool) -> None:
-    """Raise if a sharded checkpoint has another alpha than the engine, or moments of another kind."""
-    _check_alpha_mark(path, config, names)
+def check_sharded(path: str, config: TrainEngineConfig, metadata: Mapping[str, Any], with_optim: bool) -> None:
+    """Raise if a sharded checkpoint has adapters of another rank or alpha, or moments of another kind."""
+    _check_rank(path, config, {name: entry.size for name, entry in metadata.items() if name.startswith(_MODEL)})
+    _check_alpha_mark(path, config, metadata)
     if with_optim:
-        _check_moments(path, config, names)
+        _check_moments(path, config, metadata)
 
 
 def check_tensors(
@@ -123,14 +124,28 @@ def _check_alpha_mark(path: str, config: TrainEngineConfig, names: Iterable[str]
         raise _wrong_alpha(path, saved[0], config)
 
 
-def check_adapter_folder(path: str, config: TrainEngineConfig, found: Collection[str], wanted: Collection[str]) -> None:
+def _check_rank(path: str, config: TrainEngineConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise if saved adapters are of another rank; `shapes` are those of saved tensors."""
+    ranks = {shape[0] for name, shape in shapes.items() if ".lora_A." in name}
+    if config.lora_rank and ranks and ranks != {config.lora_rank}:
+        saved = ", ".join(map(str, sorted(ranks)))
+        advice = f"Set lora_rank={saved}" if len(ranks) == 1 else "An engine has one rank for all layers"
+        raise CheckpointError(
+            f"{path} has adapters of rank {saved}, and this engine has lora_rank={config.lora_rank}. {advice}"
+        )
+
+
+def check_adapter_folder(
+    path: str, config: TrainEngineConfig, found: Mapping[str, tuple[Path, Sequence[int]]], wanted: Collection[str]
+) -> None:
     """Raise if a PEFT folder holds other adapters than the engine's.
 
-    `found` are the names of its tensors, `wanted` those of the engine.
+    `found` has the file and the shape of each of its tensors, `wanted` are the names of the engine's tensors.
     """
     if not config.lora_rank:
         return
     settings = _read_settings(Path(path) / "adapter_config.json")
+    _check_rank(path, config, {name: shape for name, (_, shape) in found.items()})
     extra = sorted(set(found) - set(wanted))
     if extra:
         raise CheckpointError(

@@ -99,6 +99,17 @@ def test_adapters_of_another_scale_are_not_loaded(model_dirs, tmp_path, format):
     lora_engine(model_dirs["qwen2"], lora_alpha=8).load(saved)
 
 
+@pytest.mark.parametrize("format", ["hf", "dcp"])
+def test_adapters_of_another_rank_are_not_loaded(model_dirs, tmp_path, format):
+    saved = SaveLoadMeta(str(tmp_path / "saved"), format, with_optim=format == "dcp")
+    lora_engine(model_dirs["qwen2"], steps=1).save(saved)
+    other = lora_engine(model_dirs["qwen2"], steps=1, lora_rank=8)
+    before = other.forward(BATCH)["logp"]
+    with pytest.raises(CheckpointError, match=r"adapters of rank 4, and this engine has lora_rank=8\. Set lora_rank=4"):
+        other.load(saved)
+    assert torch.equal(before, other.forward(BATCH)["logp"])
+
+
 def test_a_sharded_checkpoint_of_other_targets_names_both(model_dirs, tmp_path):
     saved = SaveLoadMeta(str(tmp_path / "saved"), "dcp", with_optim=True)
     lora_engine(model_dirs["qwen2"], lora_targets=["q_proj", "v_proj"]).save(saved)

@@ -225,11 +225,11 @@ def load_hf(engine: EngineState, path: str) -> None:
     if not found:
         raise CheckpointError(f"{path} has no .safetensors file: it is not a checkpoint of weights")
     specs = _file_layout(engine, adapters).specs
+    check_adapter_folder(path, engine.config, found, specs)
     for key, spec in specs.items():
         given = found[key][1] if key in found else "missing"
         if given != list(spec.shape):
             raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
-    check_adapter_folder(path, engine.config, found, specs)
     check_depth(path, engine.hf_config)
     weights, own = {}, {name: p for name, _, p in _adapters(engine)}
     like = own if adapters else _parameters(engine) | _saved_buffers(engine) | low_bit_buffers(engine.model)
