@@ -100,11 +100,20 @@ class SGLangClient(ServerClient):
         server.is_paused = False
 
     async def release_memory(self, server: Server) -> None:
-        # Only the cache: SGLang would bring released weights back as whatever the memory holds then.
-        await self.control(server, "release_memory_occupation", {"tags": ["kv_cache"]})
+        # SGLang's scheduler ends with an error if it has to free what is free, or to allocate what is allocated.
+        if server.is_arealite or not server.is_released:
+            # Only the cache: SGLang would bring released weights back as whatever the memory holds then.
+            await self.control(server, "release_memory_occupation", {"tags": ["kv_cache"]})
+        server.is_released = True
 
     async def resume_memory(self, server: Server) -> None:
         await self.control(server, "resume_memory_occupation", {"tags": ["kv_cache"]})
+        server.is_released = False
+
+    async def reclaim_memory(self, server: Server) -> None:
+        # SGLang does not say whether its memory is released.
+        if server.is_arealite or server.is_released:
+            await self.resume_memory(server)
 
     def can_swap(self, server: Server) -> bool:
         return server.is_arealite

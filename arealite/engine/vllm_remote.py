@@ -82,6 +82,13 @@ class VLLMClient(ServerClient):
     async def resume_memory(self, server: Server) -> None:
         await self.control(server, "wake_up", is_json=False)
 
+    async def reclaim_memory(self, server: Server) -> None:
+        if "/is_sleeping" in server.info.endpoints:
+            with server.parse_answer():
+                url = f"{server.url}/is_sleeping"
+                if (await self.http.get(url, timeout_s=PROBE_TIMEOUT_S))["is_sleeping"]:
+                    await self.resume_memory(server)
+
     async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
         await self._call_extension(server, "arealite_load_folder", meta)
 

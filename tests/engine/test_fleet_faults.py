@@ -142,6 +142,30 @@ def test_the_run_continues_when_a_server_dies_with_released_memory(model_path, c
         assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
 
 
+def test_a_server_that_recovers_while_memory_is_released_waits_for_onload(connect, steady):  # noqa: F811
+    engine = connect(steady)
+    engine.offload()
+    release, again = engine.client.release_memory, threading.Event()
+
+    async def released_again(server):
+        await release(server)
+        again.set()
+
+    engine.client.release_memory = released_again
+    on_loop(engine, engine.fleet.suspect, engine.router.servers[steady.address], ServerError("x"))
+    assert again.wait(20) and not is_open(engine, steady)
+    with pytest.raises(ConfigError, match=r"call onload\(\) before update_weights\(\)"):
+        engine.update_weights(WeightUpdateMeta("disk", "", 1))
+    engine.onload()
+    assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
+
+
+def test_a_new_trainer_can_use_servers_that_a_killed_one_has_left_released(connect, steady):  # noqa: F811
+    connect(steady).offload()
+    engine = connect(steady)
+    assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
+
+
 def test_min_new_tokens_may_exceed_a_segment(connect, steady):  # noqa: F811
     engine = connect(steady, segment_tokens=16)
     gconfig = GenerationHyperparameters(max_new_tokens=60, min_new_tokens=40)

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.errors import ServerError
 from arealite.api.io_struct import ModelRequest
 from arealite.core.waits import NamedWait
 from arealite.engine.sglang_remote import RemoteSGLangEngine
@@ -69,6 +70,30 @@ def test_a_server_that_a_killed_trainer_left_paused_generates_again(connect, mon
     it.pause({})
     _, engine, _ = connect(cls, it.endpoints(cls), request_timeout_s=10)
     assert ask(engine) == [7]
+
+
+def test_a_vllm_that_a_killed_trainer_left_asleep_generates_again(connect):  # noqa: F811
+    it = Pausable()
+    it.pause({})
+    sleeps = {"/is_sleeping": lambda body: {"is_sleeping": not it.runs.is_set()}, "/wake_up": it.resume}
+    endpoints = it.endpoints(RemotevLLMEngine) | sleeps | {"/resume": {}}
+    _, engine, _ = connect(RemotevLLMEngine, endpoints, request_timeout_s=10)
+    assert ask(engine) == [7]
+
+
+def test_sglang_is_told_to_free_and_allocate_its_cache_only_once(connect, monkeypatch):  # noqa: F811
+    """Its scheduler would end with an error."""
+    monkeypatch.setattr("arealite.engine.sglang_remote.PROBE_TIMEOUT_S", 0.5)
+    it, calls = Pausable(), []
+    ways = ("release", "resume")
+    memory = {f"/{way}_memory_occupation": lambda body, way=way: calls.append(way) or {} for way in ways}
+    _, engine, server = connect(RemoteSGLangEngine, it.endpoints(RemoteSGLangEngine) | memory)
+    engine.offload()
+    engine.offload()
+    loop = engine.executor.runner.loop
+    loop.call_soon_threadsafe(engine.fleet.suspect, server, ServerError("x"))
+    engine.onload()
+    assert ask(engine) == [7] and calls == ["release", "resume"]
 
 
 def test_a_paused_sglang_is_not_given_up(connect):  # noqa: F811

@@ -227,6 +227,8 @@ class RemoteEngine(CollectingEngine):
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         """Have all servers load in parallel: pause, load, compare, resume. Only rank 0 acts."""
         if distributed.rank() == 0:
+            if self.fleet.is_offloaded:
+                raise ConfigError("the servers' memory is released: call onload() before update_weights()")
             wait = self._update_wait(meta)
             self.executor.run_coroutine(self._update(meta, wait), wait)
         self.set_version(meta.version)
@@ -240,16 +242,16 @@ class RemoteEngine(CollectingEngine):
 
     def offload(self) -> None:
         """Have all servers free their KV caches until `onload`, for a trainer on the same device."""
-        self._for_all_servers("offload", self.fleet.release_memory)
+        self._on_fleet("offload", self.fleet.offload)
 
     def onload(self) -> None:
         """Have all servers allocate their KV caches again; interrupted requests continue."""
-        self._for_all_servers("onload", self.fleet.resume_memory)
+        self._on_fleet("onload", self.fleet.onload)
 
-    def _for_all_servers(self, name: str, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+    def _on_fleet(self, name: str, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if distributed.rank() == 0:
             wait = self._setup_wait(name, f"{len(self.router.servers)} servers")
-            self.executor.run_coroutine(self.fleet.for_all(act), wait)
+            self.executor.run_coroutine(act(), wait)
 
     def has_other_weights(self) -> bool:
         return any(server.version != self._version for server in self.router.servers.values())

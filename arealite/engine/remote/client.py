@@ -103,6 +103,11 @@ class ServerClient(WeightClient[Server], abc.ABC):
     async def resume_memory(self, server: Server) -> None:
         """Have the server allocate its KV cache again."""
 
+    async def reclaim_memory(self, server: Server) -> None:
+        """Have the server allocate its KV cache again if it has freed it, also for a trainer that is gone."""
+        if server.is_released:
+            await self.resume_memory(server)
+
     async def load_stream(self, server: Server, meta: WeightUpdateMeta, order: dict[str, Any]) -> None:
         """Implement `WeightClient.load_stream`: only embedded servers can pull weights."""
         raise ConfigError(

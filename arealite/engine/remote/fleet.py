@@ -24,6 +24,7 @@ from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
 from arealite.engine.remote.server import Router, Server, ServerState
 from arealite.engine.remote.updates import WeightUpdater
 from arealite.utils.console import show_message
+from arealite.utils.json_client import UnreachableError
 
 logger = logging.getLogger("arealite.fleet")
 
@@ -46,6 +47,9 @@ class Fleet:
         self._tasks: set[asyncio.Task] = set()
         # Servers that are being probed until they are ready.
         self._recovering: set[Server] = set()
+        # Cleared from `offload` to `onload`.
+        self._onloaded = asyncio.Event()
+        self._onloaded.set()
         # In a rollout worker: the servers that the trainer has open, and the versions they hold.
         self._mirrored: dict[str, int] | None = None
         # Called with what happens to servers.
@@ -108,6 +112,20 @@ class Fleet:
 
     # -------------------------------------------------------------------------------------------- memory
 
+    @property
+    def is_offloaded(self) -> bool:
+        return not self._onloaded.is_set()
+
+    async def offload(self) -> None:
+        """Have all servers free their KV caches; one that recovers or joins before `onload` does so too."""
+        self._onloaded.clear()
+        await self.for_all(self.release_memory)
+
+    async def onload(self) -> None:
+        """Have all servers allocate their KV caches again."""
+        self._onloaded.set()
+        await self.for_all(self.resume_memory)
+
     async def release_memory(self, server: Server) -> None:
         """Interrupt requests in flight (they continue after `resume_memory`) and free the server's KV cache."""
         self.router.close(server)
@@ -159,7 +177,14 @@ class Fleet:
                     await self._probe(server)
                     server.is_lost = False
                     with server.track_request():
+                        if self.is_offloaded:
+                            await self.release_memory(server)
+                            await self._onloaded.wait()
+                            # It may have failed meanwhile.
+                            continue
                         await self._catch_up(server)
+                    if self.is_offloaded:
+                        continue
                 except (ServerError, WeightUpdateError, ConfigError) as error:
                     server.last_error = str(error)
                     logger.warning("%s is not ready: %s", server.address, error)
@@ -178,12 +203,18 @@ class Fleet:
             self._recovering.discard(server)
 
     async def _probe(self, server: Server) -> None:
-        with server.parse_answer():
-            server.update_info(await self.client.probe(server))
+        try:
+            with server.parse_answer():
+                server.update_info(await self.client.probe(server))
+        except UnreachableError:
+            # Its process is gone; another one has released nothing.
+            server.is_released = False
+            raise
 
     async def _catch_up(self, server: Server) -> None:
         """Bring a server to the current weights and open it."""
         if self._mirrored is None:
+            await self.client.reclaim_memory(server)
             await self.updater.catch_up(server)
             return
         # In a rollout worker. The trainer alone updates servers.
@@ -207,7 +238,8 @@ class Fleet:
         while self.router.servers.get(server.address) is server:
             try:
                 await self._probe(server)
-                # A trainer that was killed in the middle of an update has left it paused.
+                # A trainer that was killed in the middle of an update, or after `offload`, has left it so.
+                await self.client.reclaim_memory(server)
                 await self.client.resume(server)
                 break
             except ServerError as error:

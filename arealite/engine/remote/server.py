@@ -66,6 +66,8 @@ class Server:
         self.is_lost = False
         # This process has told it to stop decoding, and not yet to continue.
         self.is_paused = False
+        # This process has told it to free its KV cache, and not yet to allocate it again.
+        self.is_released = False
         # Whether a lease decides if the server is still a member.
         self.is_elastic = False
         # Sequences in flight.
