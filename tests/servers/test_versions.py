@@ -207,6 +207,29 @@ def test_an_adapter_that_a_server_has_lost_is_loaded_again(connect):
 
 
 @pytest.mark.parametrize("cls", [RemoteSGLangEngine, RemotevLLMEngine])
+def test_an_adapter_that_a_server_does_not_unload_costs_nothing_else(connect, caplog, cls):
+    it, asked = Restarting(), []
+
+    def unload(body: dict) -> dict:
+        asked.append(body["lora_name"])
+        return {"success": False, "error_message": "it is busy"}
+
+    if cls is RemoteSGLangEngine:
+        does = {"/get_model_info": it.info, "/generate": it.sglang, "/load_lora_adapter": {"success": True}}
+        endpoints = {**OLD_SGLANG, **does, "/update_weight_version": it.load, "/unload_lora_adapter": unload}
+    else:
+        # Without the endpoint it answers 404.
+        does = {"/weight_info": it.info, "/inference/v1/generate": it.vllm, "/v1/load_lora_adapter": {}}
+        endpoints = {**OLD_VLLM, **does, "/collective_rpc": it.worker, "/update_weight_version": it.load}
+    _, engine, server = connect(cls, endpoints)
+    for version in (3, 4):
+        engine.update_weights(WeightUpdateMeta("disk", "/adapter", version, is_adapter=True))
+    assert (server.adapter, server.version, it.version, server.is_open) == ("v4", 4, "4", True)
+    assert "keeps the adapter v3 in its memory: " in caplog.text
+    assert asked == (["v3"] if cls is RemoteSGLangEngine else [])
+
+
+@pytest.mark.parametrize("cls", [RemoteSGLangEngine, RemotevLLMEngine])
 def test_requests_name_the_adapter_of_a_server_that_left_and_joins_again(connect, cls):
     """Its version is the current one, but without the name of the adapter it would generate with the base model."""
     it, named = Restarting(), []

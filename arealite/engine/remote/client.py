@@ -5,18 +5,23 @@ where, and `Transport` (`arealite.weights`) which of the loading methods an upda
 """
 
 import abc
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, HttpError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
 from arealite.utils.json_client import JsonClient
 from arealite.weights.fingerprint import Fingerprints
 from arealite.weights.transport import WeightClient
+
+logger = logging.getLogger("arealite.remote")
 
 CONTROL_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
@@ -35,6 +40,15 @@ def read_version(version: Any, unknown: int) -> int:
     if number > MAX_VERSION:
         raise ValueError(f"weight version {number!s:.20} is above {MAX_VERSION}")
     return number
+
+
+@contextmanager
+def keeps_adapter(server: Server, name: str) -> Iterator[None]:
+    """Around unloading the last adapter: a server that refuses keeps it. No request names it, so the run goes on."""
+    try:
+        yield
+    except (HttpError, WeightUpdateError) as error:
+        logger.warning("%s keeps the adapter %s in its memory: %s", server.address, name, error)
 
 
 class ServerClient(WeightClient[Server], abc.ABC):
