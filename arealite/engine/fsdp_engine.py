@@ -239,9 +239,10 @@ class FSDPEngine(TrainEngine):
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = clip_gradients(self.model, self.config.optimizer.gradient_clipping, self._partial, self.layout)
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
-        result |= self._module.routing.end_step(self.layout)
+        steps = may_step is None or may_step(result)
+        result |= self._module.routing.end_step(self.layout, moves_biases=steps and math.isfinite(norm))
         # The step comes last, as nothing here waits for it: a GPU still runs it while the weights are published.
-        if may_step is None or may_step(result):
+        if steps:
             self._step(norm)
         else:
             self._optimizer.zero_grad(set_to_none=True)
@@ -327,9 +328,8 @@ class FSDPEngine(TrainEngine):
         self._optimizer.zero_grad(set_to_none=True)
         if self._bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
-                f"the gradient was not finite {self._bad_in_a_row} times in a row (max_bad_steps="
-                f"{self.config.max_bad_steps}): lower optimizer.lr, check rewards and log-probs for NaN, or use "
-                "dtype=float32"
+                f"the gradient was not finite {self._bad_in_a_row} times in a row (max_bad_steps): lower optimizer.lr, "
+                "check rewards and log-probs for NaN, or use dtype=float32"
             )
 
     def step_lr_scheduler(self) -> None:

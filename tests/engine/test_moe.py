@@ -272,6 +272,20 @@ def test_correction_biases_move_towards_equal_load_and_reach_the_server(model_di
         make_actor(model_dirs["mixtral"], router_bias_update_rate=0.01)
 
 
+def test_correction_biases_stay_without_an_optimizer_step(model_dirs):
+    """With `max_update_kl`, which is `may_step` here, and if the gradient is not finite."""
+    actor = make_actor(model_dirs["deepseek_v3"], router_bias_update_rate=0.01)
+    (block,) = expert_blocks(actor.model)
+    before, batch = block.router.e_score_correction_bias.clone(), random_batch([9, 14])
+    for share, may_step in ((1.0, lambda stats: False), (float("nan"), None)):
+        loss = lambda out, mb, share=share: (share * out["logp"].sum(), {})  # noqa: E731
+        stats = actor.train_batch(batch, loss, lambda mb: torch.tensor(1.0), may_step)
+        assert stats["moe/load_imbalance"] > 1
+        assert torch.equal(block.router.e_score_correction_bias, before)
+    actor.train_batch(batch, lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0))
+    assert not torch.equal(block.router.e_score_correction_bias, before)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_correction_biases_arrive_in_a_stream_and_as_changes(model_dirs, dtype):
     config = engine_config(model_dirs["deepseek_v3"], cls=PPOActorConfig, router_bias_update_rate=0.01)

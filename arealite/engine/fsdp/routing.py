@@ -146,13 +146,13 @@ class Routing:
             self.balance = torch.tensor(factor * self.aux_loss_coef / (num_micro_batches * len(self.layers)))
 
     @torch.no_grad()
-    def end_step(self, layout: Layout | None) -> Stats:
-        """Return statistics of the training passes since the last call, over all ranks; update the biases."""
+    def end_step(self, layout: Layout | None, moves_biases: bool) -> Stats:
+        """Return statistics of the training passes since the last call, over all ranks; update the biases if told."""
         if not self.layers:
             return {}
         self.balance = None
         load, totals = self._take_counts(layout)
-        if self.bias_rate:
+        if self.bias_rate and moves_biases:
             for router, own in zip(self.routers, load[self.rows], strict=True):
                 getattr(router, _BIAS).add_(self.bias_rate * torch.sign(own.mean() - own))
         imbalance = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
