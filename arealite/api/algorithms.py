@@ -193,6 +193,8 @@ def _useless_keys(config: PPOActorConfig, objective: Objective) -> Iterator[str]
         yield "the KL to the reference goes either into the reward (kl_ctl) or into the loss (kl_loss_coef), not both"
     if config.kl_estimator not in (None, "k1", "k2", "k3"):
         yield f"kl_estimator={config.kl_estimator} is none of k1, k2, k3 and null"
+    if config.kl_estimator is not None and not (config.kl_ctl or config.kl_loss_coef):
+        yield "kl_estimator is of the KL to the reference: set kl_ctl or kl_loss_coef > 0 too"
     if config.kl_loss_coef and config.kl_estimator == "k1":
         yield "the gradient of k1 does not depend on the reference: with kl_loss_coef use kl_estimator=k3 (or k2)"
     if config.kl_target is not None and not config.kl_ctl:

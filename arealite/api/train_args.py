@@ -240,7 +240,7 @@ class PPOActorConfig(TrainEngineConfig):
         "prefix).",
         "token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp",
     )  # fmt: skip
-    m2_threshold: float = _help("M2PO: largest mean (prox - behaviour)^2 kept.", 0.04, NOT_NEGATIVE)
+    m2_threshold: float = _help("M2PO: largest mean (prox - behaviour)^2 kept.", 0.04, POSITIVE)
     temperature: float = _help("Temperature of the log-probs; equal to gconfig.temperature.", 1.0, POSITIVE)
     reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0, ANY_NUMBER)
     reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0, ANY_NUMBER)

@@ -330,8 +330,8 @@ class Run:
         if rank() == 0:
             show_message(
                 f"warning: no signal: in the last {self._steps_without_signal} steps all answers to each prompt had "
-                f"the same reward (mean {values.get('reward', 0.0):g}), so nothing was learned. The task is too hard "
-                "or too easy for this model, the reward never matches or is clipped (actor.reward_clip), or the "
+                f"the same reward (mean {values.get('reward', 0.0):g}), so rewards taught nothing. The task is too "
+                "hard or too easy for this model, the reward never matches or is clipped (actor.reward_clip), or the "
                 "answers no longer differ (entropy near 0: lower actor.optimizer.lr, or set actor.entropy_coef): see "
                 f"arealite report {self.dir.path}"
             )

@@ -71,6 +71,7 @@ def test_definitions_of_some_algorithms():
         (actor("grpo", kl_ctl=0.1, kl_loss_coef=0.1), "not both"),
         (actor("grpo", kl_loss_coef=0.1, kl_estimator="k1"), "does not depend on the reference"),
         (actor("grpo", kl_ctl=0.1, kl_estimator="k4"), "none of k1"),
+        (actor("grpo", kl_estimator="k2"), "set kl_ctl or kl_loss_coef > 0 too"),
         (actor("grpo", kl_target=6.0), "set kl_ctl"),
         (actor("grpo", max_answer_length=100), "neither is set"),
         (actor("grpo", entropy_coef=0.1, skip_zero_advantage=True), "leave skip_zero_advantage out"),
@@ -101,6 +102,7 @@ def test_models_are_required_or_rejected_by_the_algorithm():
         (grpo(actor("grpo"), critic=critic), "leave critic out"),
         (grpo(actor("grpo"), teacher=model), "distillation needs both"),
         (grpo(actor("dr_grpo", max_answer_length=99)), "differs from gconfig.max_new_tokens"),
+        (grpo(actor("m2po", prox_logp="recompute", m2_threshold=0.0)), "m2_threshold"),
     ):
         with pytest.raises(ConfigError, match=message):
             config.check()

@@ -151,6 +151,23 @@ def test_groups_with_signal_are_counted(model_dirs):
     assert (stats["groups"], stats["groups_with_signal"]) == (4.0, 1.0)
 
 
+@pytest.mark.parametrize(("algorithm", "expected"), [("grpo", [1.0, 0.0, 0.0]), ("reinforce_pp", [4.0, 4.0, 0.0])])
+def test_the_kl_in_the_reward_is_no_signal(model_dirs, algorithm, expected):
+    settings = {} if algorithm == "grpo" else {"reward_norm": None, "norm_advantages": None}
+    actor = make_actor(model_dirs["qwen2"], algorithm=algorithm, kl_ctl=0.1, **settings)
+    one_group, of_groups, equal = (random_batch(LENGTHS) for _ in range(3))
+    one_group["rewards"][:6] = 1.0
+    of_groups["rewards"] = of_groups["group_ids"].float()
+    equal["rewards"].fill_(1.0)
+    found = []
+    for batch in (one_group, of_groups, equal):
+        batch["ref_logp"] = batch["logprobs"] - 0.1
+        (stats,) = one_update(actor, batch)
+        assert stats["zero_advantage_share"] == 0
+        found.append(stats["groups_with_signal"])
+    assert found == expected
+
+
 def test_equal_rewards_make_an_idle_step(model_dirs):
     actor = make_actor(model_dirs["qwen2"])
     batch = random_batch(LENGTHS)

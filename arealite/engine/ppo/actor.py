@@ -322,11 +322,26 @@ class FSDPPPOActor(FSDPEngine):
             kl = kl_estimate(current, batch["ref_logp"], "k3")
             stats["ref_kl"] = Stat(kl[mask].sum(), tokens)
             stats["kl_ctl"] = Stat(torch.tensor(self.kl_ctl))
-        # Groups of all ranks, and those in which some row has an advantage.
+        # Groups of all ranks, and those in which some row has a signal.
         groups, _ = self.gather_rows(batch["group_ids"])
-        active, _ = self.gather_rows(has_advantage.long())
+        active = self._have_signal(batch, groups, self.gather_rows(has_advantage.long())[0])
         counts = {"groups": len(groups.unique()), "groups_with_signal": len(groups[active.bool()].unique())}
         return self.reduce_stats(stats) | {key: float(count) for key, count in counts.items()}
+
+    def _have_signal(self, batch: Batch, groups: torch.Tensor, has_advantage: torch.Tensor) -> torch.Tensor:
+        """Return which rows of all ranks have an advantage that does not come from the KL in the reward alone."""
+        others = self.config.distill_coef or "values" in batch or "token_rewards" in batch
+        if not self.config.kl_ctl or others or "shaped_rewards" not in batch:
+            return has_advantage
+        rewards, _ = self.gather_rows(batch["shaped_rewards"])
+        if self.objective.norm.mean_level != "group":
+            return (rewards != rewards[:1]).any().expand(len(rewards))
+        _, owner = groups.unique(return_inverse=True)
+        low, high = (
+            torch.zeros_like(rewards).scatter_reduce(0, owner, rewards, way, include_self=False)
+            for way in ("amin", "amax")
+        )
+        return (low < high)[owner]
 
 
 def _trained(batch: Batch) -> torch.Tensor:
