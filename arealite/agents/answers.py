@@ -18,7 +18,9 @@ def make_answers(
     for sample in samples:
         # A conversation has turns; a completion goes on where its prompt ends.
         before = None if isinstance(request, ChatRequest) else token_before(tokenizer, sample.input_tokens)
-        text, found = _cut(prefix + decode_answer(tokenizer, sample.output_tokens, before), stop)
+        # Stop strings end what was sampled; the prefix is part of the prompt.
+        text, found = _cut(decode_answer(tokenizer, sample.output_tokens, before), stop)
+        text = prefix + text
         answer = Answer(text, sample.stop_reason, stop_sequence=found)
         if isinstance(request, ChatRequest):
             thinks = opens_thinking(tokenizer, sample.input_tokens)

@@ -53,6 +53,11 @@ class Answer:
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
+    def openai_reason(self) -> str:
+        """The finish reason in OpenAI's words, which have none for an answer that was aborted."""
+        return "length" if self.finish_reason == "abort" else self.finish_reason
+
+    @property
     def named_calls(self) -> list[ToolCall]:
         """The calls with a name; the others are in the text."""
         return [call for call in self.calls if call.name]

@@ -260,7 +260,7 @@ def result(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
 
 def finish_reason(answer: Answer) -> str:
     """Return OpenAI's finish reason: tool_calls if the answer ended with them."""
-    return "tool_calls" if answer.named_calls and answer.finish_reason == "stop" else answer.finish_reason
+    return "tool_calls" if answer.named_calls and answer.finish_reason == "stop" else answer.openai_reason
 
 
 def _message(answer: Answer) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def parse(body: dict[str, Any]) -> CompletionRequest:
 
 def result(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
     """Return the body of a response."""
-    choices = [_choice(index, answer, answer.finish_reason) for index, answer in enumerate(answers)]
+    choices = [_choice(index, answer, answer.openai_reason) for index, answer in enumerate(answers)]
     return {**_envelope(head), "choices": choices, "usage": usage.to_json()}
 
 
@@ -119,7 +119,7 @@ class CompletionStream:
 
     def finish(self, index: int, answer: Answer) -> list[Event]:
         """End a choice with the rest of its answer."""
-        return [self._chunk(index, answer, answer.finish_reason)]
+        return [self._chunk(index, answer, answer.openai_reason)]
 
     def close(self, usage: Usage) -> list[Event]:
         """End the stream."""

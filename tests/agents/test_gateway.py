@@ -343,6 +343,23 @@ def test_a_required_call_begins_with_tokens_that_are_not_trained():
     run(scenario())
 
 
+def test_a_stop_string_in_the_beginning_of_a_required_call_does_not_cut_it():
+    async def scenario():
+        rest = ' "add", "arguments": {}}\n</tool_call>'
+        async with serving([rest, rest]) as (_, _, found), client(found) as api:
+            ask = partial(
+                api.chat.completions.create, model="m", messages=[{"role": "user", "content": "hi"}],
+                tools=[{"type": "function", "function": TOOL}], tool_choice="required", stop=["\n{", '"name"'],
+            )  # fmt: skip
+            assert (await ask()).choices[0].message.tool_calls[0].function.name == "add"
+            names = []
+            async for chunk in await ask(stream=True):
+                names += [call.function.name for call in chunk.choices[0].delta.tool_calls or []]
+            assert [name for name in names if name] == ["add"]
+
+    run(scenario())
+
+
 def test_stop_strings_end_the_text_and_stay_in_the_tokens():
     async def scenario():
         async with serving(["one STOP", "two"]) as (_, engine, found), client(found) as api:

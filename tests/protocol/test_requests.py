@@ -57,6 +57,18 @@ def test_the_item_that_was_cut_off_is_incomplete():
             assert [item["status"] for item in items] == expected
 
 
+def test_an_aborted_answer_has_a_finish_reason_of_openai():
+    head, usage, answer = Head("1", "m", 0), Usage(1, 1), Answer("text", "abort")
+    for api in (chat, completions):
+        assert api.result(head, [answer], usage)["choices"][0]["finish_reason"] == "length"
+    for stream in (
+        chat.ChatStream(head, chat.parse({"messages": [{"role": "user", "content": "a"}]})),
+        completions.CompletionStream(head, completions.parse({"prompt": "a"})),
+    ):
+        (*_, last) = [data for _, data in [*stream.begin(1), *stream.finish(0, answer)]]
+        assert last["choices"][0]["finish_reason"] == "length"
+
+
 def test_alternatives_with_one_text_keep_the_log_prob_of_the_likeliest():
     """Parts of characters are all written as the same sign."""
     top = [("\ufffd", 200, -0.5), ("a", 5, -1.5), ("\ufffd", 201, -3.0)]
