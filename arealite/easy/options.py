@@ -183,6 +183,12 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
     sources = [(name, _without(values, ("warmup_steps",))) for name, values in given.sources]
     has_sets = given.get("valid_dataset") is not None or given.get("valid_datasets")
     if not has_sets and not any(key.startswith("valid_dataset") for key in data):
+        if given.get("saver.keep_best"):
+            warnings.warn(
+                "saver.keep_best (save_strategy='best') compares evaluations, and there is no eval_dataset: only the "
+                "last model is saved. Give eval_dataset",
+                stacklevel=4,
+            )
         # Arguments of TRL may ask for evaluations without a set.
         sources = [(name, _without(v, ("evaluator",)) if name == "args" else v) for name, v in sources]
     merged = [("the defaults", _nested(defaults, "the defaults")), *sources, ("the datasets", _nested(data, "data"))]

@@ -103,6 +103,7 @@ _LOSSES = {"grpo": ("clip", "sequence"), "bnpo": ("clip", "token"), "dapo": ("cl
 _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 # Values of `stats_logger`, by `report_to`.
 _SERVICES = {"tensorboard": True, "wandb": "online", "swanlab": "online", "trackio": "local"}
+_STRATEGIES = {"save": ("no", "steps", "epoch", "best"), "eval": ("no", "steps", "epoch")}
 _PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo", "kto": "kto"}
 # Fields that are compared or computed with here, and those of them that are 1 or more. The configuration checks the
 # others.
@@ -260,6 +261,10 @@ def _frequencies(fields: Fields) -> Keys:
         strategy, steps = fields.get(f"{name}_strategy"), fields.get(f"{name}_steps")
         if strategy is None and steps is not None:
             strategy = "steps"
+        if strategy not in (None, *_STRATEGIES[name]):
+            raise ConfigError(f"{name}_strategy={strategy!r} has no counterpart: use {', '.join(_STRATEGIES[name])}")
+        if strategy == "best":
+            found["saver.keep_best"] = True
         if strategy == "epoch":
             found[f"{part}.freq_epochs"] = 1
         elif strategy == "steps":

@@ -220,6 +220,17 @@ def test_steps_of_trl_are_optimizer_steps():
     assert config.actor.optimizer.warmup_steps_proportion == 0.2
 
 
+def test_the_best_model_of_trl_needs_evaluations():
+    data = {**DATA, "valid_dataset.path": "eval"}
+    config = make(args={"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 5}, data=data)
+    assert config.saver.keep_best and not config.saver.is_set and config.evaluator.freq_steps == 5
+    with pytest.warns(UserWarning, match="there is no eval_dataset: only the last model is saved"):
+        make(save_strategy="best")
+    for name, words in (("save", "no, steps, epoch, best"), ("eval", "no, steps, epoch")):
+        with pytest.raises(ConfigError, match=f"{name}_strategy='always' has no counterpart: use {words}"):
+            make(args={f"{name}_strategy": "always"})
+
+
 def test_the_largest_weight_of_cispo():
     config = make(loss_type="cispo", epsilon_high=5.0)
     assert (config.actor.loss, config.actor.eps_clip, config.actor.eps_clip_higher) == ("cispo", 1.0, 4.0)
