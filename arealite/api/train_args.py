@@ -169,7 +169,10 @@ class TrainEngineConfig(Section):
 
 @dataclass
 class FrozenEngineConfig(TrainEngineConfig):
-    """A model that is only evaluated, such as a reference policy or a teacher."""
+    """A model that is only evaluated, such as a reference policy or a teacher.
+
+    In a configuration, `ref.dtype` is that of the trained model unless it is given.
+    """
 
     optimizer: OptimizerConfig | None = _help("A frozen model has none.", None)
 

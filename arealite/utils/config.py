@@ -22,7 +22,7 @@ from arealite.api.backends import KEY_REFERENCE
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError, RecordError
 from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_key, nearest_text, type_name
-from arealite.utils.config_schema import schema_of
+from arealite.utils.config_schema import follow_policy, gives_reference_dtype, schema_of
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
@@ -74,13 +74,16 @@ def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None)
 
 def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     """Merge sources, each with its name for errors, and check the result."""
-    node = schema_of(cls)
+    node, is_given = schema_of(cls), False
     for source, values in sources:
         _check_keys(values, cls, source, cls)
+        is_given = is_given or gives_reference_dtype(values)
         try:
             node = _merge(node, values, source)
         except OmegaConfBaseException as error:
             raise bad_value(error, source, cls) from error
+    if not is_given:
+        follow_policy(node)
     config = _to_dataclass(node, cls)
     check = getattr(config, "check", None)
     if check is not None:

@@ -5,6 +5,7 @@ Used by `config` and the launchers.
 
 import copy
 import functools
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -18,3 +19,18 @@ def schema_of(cls: type) -> DictConfig:
 
 
 _make_schema = functools.cache(OmegaConf.structured)
+
+
+def gives_reference_dtype(values: DictConfig) -> bool:
+    """Return whether a source gives `ref.dtype`, or all of `ref` as a reference to another section."""
+    ref: Any = values._get_node("ref")
+    if not isinstance(ref, DictConfig) or ref._is_none():
+        return False
+    return ref._is_interpolation() or ref._get_node("dtype") is not None
+
+
+def follow_policy(node: DictConfig) -> None:
+    """Give a reference whose `dtype` is not given that of the policy: the log-probs of both are compared."""
+    ref: Any = node._get_node("ref") if "ref" in node else None
+    if isinstance(ref, DictConfig) and not ref._is_none() and "dtype" in ref:
+        ref["dtype"] = "${actor.dtype}" if "actor" in node else "${model.dtype}"

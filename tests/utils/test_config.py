@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import pytest
 from omegaconf import OmegaConf
 
-from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.cli_args import DPOConfig, GRPOConfig, SFTConfig
 from arealite.api.config_field import help_field
 from arealite.api.errors import ConfigError, WaitTimeout
 from arealite.utils.config import load_config, load_plain, private_yaml, public_yaml, run_main, to_yaml
@@ -419,3 +419,16 @@ def test_config_yaml_has_no_value_that_is_marked_as_secret(is_typed):
 def test_an_override_refers_to_keys_of_other_sources():
     argv = ["actor.path=x", "experiment_name=e", "trial_name=t", "gconfig.n_samples=2", "train_dataset.path=y"]
     assert load_config([*argv, "tokenizer_path=${actor.path}"], GRPOConfig).tokenizer_path == "x"
+
+
+def test_a_reference_has_the_type_of_the_policy_unless_it_is_given(tmp_path):
+    argv = ["actor.path=x", "experiment_name=e", "trial_name=t", "gconfig.n_samples=2", "train_dataset.path=y"]
+    argv += ["actor.kl_loss_coef=0.1", "actor.dtype=float32", "ref.path=z"]
+    file = tmp_path / "ref.yaml"
+    file.write_text("ref: {path: z, dtype: float16}")
+    for more, expected in (([], "float32"), (["ref.dtype=bfloat16"], "bfloat16"), (["--config", str(file)], "float16")):
+        ref = load_config([*argv, *more], GRPOConfig).ref
+        assert ref is not None and (ref.path, ref.dtype) == ("z", expected)
+    assert load_config([*argv, "ref=null"], GRPOConfig).ref.path == "x"  # pyright: ignore
+    pairs = ["model.path=x", "model.dtype=float32", "ref.path=z", "train_dataset.path=y", *argv[1:3]]
+    assert load_config(pairs, DPOConfig).ref.dtype == "float32"  # pyright: ignore
