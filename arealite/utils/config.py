@@ -22,7 +22,7 @@ from arealite.api.backends import KEY_REFERENCE
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError, RecordError
 from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_key, nearest_text, type_name
-from arealite.utils.config_schema import follow_policy, gives_reference_dtype, schema_of
+from arealite.utils.config_schema import escaped, follow_policy, gives_reference_dtype, schema_of
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
@@ -143,7 +143,7 @@ def to_yaml(config: Any) -> str:
 
 def to_node(config: Any) -> DictConfig:
     """Return a configuration as a node without types."""
-    return OmegaConf.create(dataclasses.asdict(config))
+    return OmegaConf.create(escaped(dataclasses.asdict(config)))
 
 
 def private_yaml(config: Any) -> str:
@@ -375,7 +375,6 @@ def bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigEr
 
 def _to_dataclass(node: Any, cls: type[T]) -> T:
     try:
-        OmegaConf.resolve(node)
         missing = sorted(OmegaConf.missing_keys(node))
         config = None if missing else OmegaConf.to_object(node)
     except OmegaConfBaseException as error:

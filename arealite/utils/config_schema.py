@@ -5,6 +5,7 @@ Used by `config` and the launchers.
 
 import copy
 import functools
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -34,3 +35,12 @@ def follow_policy(node: DictConfig) -> None:
     ref: Any = node._get_node("ref") if "ref" in node else None
     if isinstance(ref, DictConfig) and not ref._is_none() and "dtype" in ref:
         ref["dtype"] = "${actor.dtype}" if "actor" in node else "${model.dtype}"
+
+
+def escaped(value: Any) -> Any:
+    """Return nested plain values in which `${` is text for OmegaConf; a reference `${oc.…}` stays one."""
+    if isinstance(value, dict):
+        return {key: escaped(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(each) for each in value]
+    return re.sub(r"(\\*)\$\{(?!oc\.)", r"\1\1\\${", value) if isinstance(value, str) else value

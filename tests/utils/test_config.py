@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -432,3 +433,21 @@ def test_a_reference_has_the_type_of_the_policy_unless_it_is_given(tmp_path):
     assert load_config([*argv, "ref=null"], GRPOConfig).ref.path == "x"  # pyright: ignore
     pairs = ["model.path=x", "model.dtype=float32", "ref.path=z", "train_dataset.path=y", *argv[1:3]]
     assert load_config(pairs, DPOConfig).ref.dtype == "float32"  # pyright: ignore
+
+
+@pytest.mark.parametrize("text", ["${x}", "a ${x} ${y:z} b", r"\frac{1}{2} ${x}", r"\${x}", r"C:\\${x}"])
+def test_a_text_with_the_look_of_a_reference_can_be_escaped(tmp_path, text):
+    """As OmegaConf has it: a backslash, and two for each one before it."""
+    written = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", text)
+    argv = ["actor.path=x", "experiment_name=e", "trial_name=t", "gconfig.n_samples=2", "train_dataset.path=y"]
+    file = tmp_path / "escaped.yaml"
+    OmegaConf.save({"gconfig": {"stop": [written]}, "workflow_args": {"text": written}}, file)
+    argv += ["--config", str(file), f"train_dataset.system_prompt={written}", "tokenizer_path=${actor.path}"]
+    argv += ["valid_dataset.path=v", "valid_dataset.system_prompt=${train_dataset.system_prompt}"]
+    config = load_config(argv, GRPOConfig)
+    # Ranks read what the launcher has written.
+    (tmp_path / "rank.yaml").write_text(private_yaml(config))
+    for one in (config, load_config(["--config", str(tmp_path / "rank.yaml")], GRPOConfig)):
+        assert one.train_dataset.system_prompt == one.valid_dataset.system_prompt == text  # pyright: ignore
+        assert (one.gconfig.stop, one.workflow_args, one.tokenizer_path) == ([text], {"text": text}, "x")
+    assert load_plain(argv).train_dataset.system_prompt == text

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
-from arealite.utils.config import hide_secrets
+from arealite.utils.config import hide_secrets, to_node
 from arealite.utils.distributed import world_size
 
 # Keys that decide nothing about the results of training, or that a replay sets.
@@ -36,7 +36,7 @@ _MAX_DATA_BYTES = 32 << 20
 
 def describe_environment(config: BaseExperimentConfig) -> dict[str, Any]:
     """Return what this process depends on, as JSON. `config` is the configuration of the run."""
-    values: Any = hide_secrets(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    values: Any = hide_secrets(OmegaConf.to_container(to_node(config), resolve=True))
     # Servers are no part of it: a replay may do without them.
     values["allocation_mode"] = str(AllocationMode.from_str(config.allocation_mode).train)
     on_gpu = torch.cuda.is_available()
