@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import DatasetError
+from arealite.reward.extraction import behind_thinking
 from arealite.reward.sandbox import Level, Result, run_python
 
 _LANGUAGES = ("python", "py", "python3")
@@ -105,8 +106,10 @@ def extract_code(text: str, *names: str) -> str:
     """Return the last fenced block of Python that defines one of `names`, or the last one.
 
     Fences are three backticks or more; without such a block, tildes. Without any block it is the text itself. A block
-    that is not closed ends with the text: the answer was cut.
+    that is not closed ends with the text: the answer was cut. What stands before `</think>` is no answer.
     """
+    # A draft in the thinking may leave a fence open.
+    text = behind_thinking(text)
     blocks = _fenced("`", text) or _fenced("~", text)
     defining = [block for block in blocks if any(_defines(block, name) for name in names)]
     return (defining or blocks or [text])[-1]

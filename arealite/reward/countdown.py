@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from arealite.reward.extraction import last_boxed, last_tagged
+from arealite.reward.extraction import behind_thinking, last_boxed, last_tagged
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]{1,200}")
 _REPLACED = (
@@ -31,6 +31,7 @@ def countdown_reward(
 
 def find_expression(completion: str) -> str:
     """Return the expression that a completion gives as its answer; what follows `=` is left out."""
+    completion = behind_thinking(completion)
     answer = last_tagged(completion)
     if answer is None:
         answer = last_boxed(completion) or (completion.strip().splitlines() or [""])[-1]

@@ -86,6 +86,7 @@ _CALCULATION = re.compile(
 
 def final_answer(text: str) -> str | None:
     r"""Return the final answer of a completion, or None; the module describes where it looks."""
+    text = behind_thinking(text)
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -103,6 +104,12 @@ def final_answer(text: str) -> str | None:
                 return measure
             return _with_scale(formula, text[-size:], match.end())
     return None
+
+
+def behind_thinking(text: str) -> str:
+    """Return what follows the last `</think>`, which is the answer; all of the text if nothing does."""
+    answer = text[text.rfind("</think>") + len("</think>") :] if "</think>" in text else text
+    return answer if answer.strip() else text
 
 
 def last_boxed(text: str) -> str | None:

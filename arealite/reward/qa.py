@@ -5,7 +5,7 @@ import string
 from collections import Counter
 from typing import Any
 
-from arealite.reward.extraction import last_boxed, last_tagged
+from arealite.reward.extraction import behind_thinking, last_boxed, last_tagged
 
 _IS = re.compile(r"\banswer(?: is|:)\s*(.+)", re.I)
 # Words in a formula: `\boxed{\text{Paris}}`.
@@ -41,6 +41,7 @@ def _f1(found: list[str], wanted: list[str]) -> float:
 
 def find_short_answer(completion: str) -> str:
     """Return the last `<answer>`, else the last box, else what follows `answer is`, else the last line."""
+    completion = behind_thinking(completion)
     tagged = last_tagged(completion)
     if tagged is not None:
         return TYPESETTING.sub(r"\1", tagged)

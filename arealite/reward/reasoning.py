@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from arealite.reward.extraction import last_boxed, last_tagged
+from arealite.reward.extraction import behind_thinking, last_boxed, last_tagged
 
 # Where a model that continues text goes on with a question of its own.
 # From the last line break: with all of them, a text of nothing else would take the square of its length.
@@ -30,6 +30,7 @@ def reasoning_gym_reward(
 
 def find_answer(completion: str) -> str:
     """Return what the last `<answer>` holds, else the last box, else the text up to a next question."""
+    completion = behind_thinking(completion)
     tagged = last_tagged(completion)
     if tagged is not None:
         return tagged.strip()

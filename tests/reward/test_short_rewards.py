@@ -39,7 +39,7 @@ CITIES = ["Paris", "The Hague", "Berlin", "A village"]
         ("The answer is neither A nor B, but option C", "C"), (r"\boxed{\text{not B, but C}}", "C"), ("C, not B", "C"),
         ("<answer>B is incorrect. It must be C</answer>", "C"), ("Answer C, since answer B is wrong", "C"),
         ("The answer cannot be A, so it is C", "C"), ("Answer B is incorrect.", None), ("Not B", None),
-        ("The answer is not a cat, but it is B", None), ("The answer is B. A is wrong.", "B"),
+        ("The answer is not a cat, but it is B", "B"), ("The answer is B. A is wrong.", "B"),
         ("not A but " * 999, None), ("The answer must be C", "C"), ("the answer is clearly C.", "C"),
         ("The answer is a cat", None), ("正确答案是C。", "C"), ("The answer is B, as Berlin is not it.", "B"),
         ("答案不是B，而是C", "C"), ("答案不是 B 而是 (C)。", "C"), ("答案并不是B，应该是C。", "C"),
