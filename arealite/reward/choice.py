@@ -95,8 +95,8 @@ def choice_reward(
 ) -> float:
     """Return 1.0 if the completion chooses `answer`: a letter, or the text of one of `choices`.
 
-    The chosen letter is that in the last `<answer>`, in the last box, stated (`answer is`, `I choose`, `故选`), alone in
-    the last line, called right there (`option B is correct`), or alone in the first line, with its reasons behind.
+    The chosen letter is that in the last `<answer>`, in the last box, stated (`answer is`, `I choose`, `故选`), alone
+    in the last line, called right there (`option B is correct`), or alone in the first line, with its reasons behind.
     Choices that the text rules out (`not B, but C`; `B is wrong, so C`; `不是B，而是C`) are skipped. Several letters
     (`A or B`) are no choice. With `choices`, their text counts as their letter.
     """

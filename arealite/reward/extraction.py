@@ -16,6 +16,9 @@ _TAILS = (500, 5_000)
 _MAX_ANSWER = 1_000
 _MAX_TRIES = 20
 _SIGNS = str.maketrans({"−": "-", "–": "-", "×": "*", "÷": "/", "·": "*", "\u00a0": " ", "\u2009": " ", "\u202f": " "})
+_SIGNS |= str.maketrans("－＋（）％", "-+()%") | {ord("±"): "\\pm "}
+# A minus in words.
+_NEGATIVE = re.compile(r"(?:\b[Nn]egative\s+|(?<=\bis )minus\s+|负\s*)(?=\$?\d)")
 # ½ and its like, in LaTeX.
 _PARTS = {sign: unicodedata.normalize("NFKC", sign).split("\u2044") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
 FRACTIONS = str.maketrans({sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in _PARTS.items()} | {"\u2044": "/"})
@@ -54,6 +57,7 @@ _HAS_VALUE = re.compile(r"\d|\\[A-Za-z]|[√π∞]")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})")
 _ALIGNED = re.compile(r"\\(?:begin|end)\s*\{(?:align|gather|equation|split)\w*\*?\}")
 _IMPLIES = re.compile(r"\\(?:implies|[Rr]ightarrow|Longrightarrow|therefore|q?quad)(?![A-Za-z])")
+_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 # Before a formula: a bullet, an equals sign, the label of a choice.
 _PREFIX = re.compile(r"^(?:[-+*=,.:]\s+|[=,:*]\s*|\(?[A-Ea-e]\)\s+(?=\S))+")
 _SUFFIX = " \t,.;:=+-*/^_([{<>!&\\"
@@ -77,7 +81,11 @@ _NO_ANSWER = re.compile(
     re.I,
 )
 _JOINT = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*", re.I)
-_ALTERNATIVE = re.compile(r"\s*(?:or|to)\s+[-+]?\$?\d[\d.,]*", re.I)
+_NEXT = r"[-+]?\$?\d(?:[\d.,]*\d)?"
+# Numbers that are given together: `5 or 6`, `5, 6, or 7`, `5 to 7`, and at the end of a statement `5 and 6`.
+_ALTERNATIVE = re.compile(rf"(?:\s*,\s*{_NEXT})*(?:\s*,?\s*(?:or|to)\s+{_NEXT}|\s*,?\s*and\s+{_NEXT}(?=\W*$))", re.I)
+# Before the last number: the one that it is an alternative to.
+_OTHER = re.compile(r"\s*,?\s*or\s+\$?", re.I)
 # Words and an operator behind a number: a calculation such as `5 apples + 3 apples = 8 apples`.
 _CALCULATION = re.compile(
     r"(?:\s+(?!when|if|where|for|because|since|with|at)[A-Za-z]{2,}){0,4}\s*(?:=|[-+*/]\s*[($]*\d)"
@@ -89,9 +97,10 @@ def final_answer(text: str) -> str | None:
     text = behind_thinking(text)
     boxed = last_boxed(text)
     if boxed is not None:
-        return boxed
+        plain = _TEXT.sub(r"\1", boxed)
+        return next(filter(None, map(_read_statement, _marked_statements(plain))), None) or boxed
     # A box that is not closed, or empty, is no marker.
-    text = text.translate(_SIGNS).translate(FRACTIONS).replace("\\boxed{", " ")
+    text = _NEGATIVE.sub("-", text.translate(_SIGNS).translate(FRACTIONS).replace("\\boxed{", " "))
     for statement in _marked_statements(text):
         answer = _read_statement(statement)
         if answer:
@@ -102,6 +111,9 @@ def final_answer(text: str) -> str | None:
             match, formula = found[-1]
             if measure := _measure_until(text[-size:], found):
                 return measure
+            other = found[-2] if len(found) > 1 else None
+            if other and _OTHER.fullmatch(text[-size:], other[0].start() + _width(other[0]), match.start()):
+                return f"{other[1]} or {formula}"
             return _with_scale(formula, text[-size:], match.end())
     return None
 
@@ -266,9 +278,19 @@ def _join_formulas(text: str, match: re.Match[str], formula: str) -> str:
     return _with_scale(", ".join(answers), text, match.end())
 
 
-def _read_sentence(sentence: str, match: re.Match[str], formula: str) -> str:
-    """Return the answer in a sentence with words: its result if it calculates one, or its first formula."""
-    end = match.start() + len(match.group().rstrip(" ,.(="))
+def _width(match: re.Match[str]) -> int:
+    """Return the length of what was matched, without what only separates it from the words behind it."""
+    return len(match.group().rstrip(" ,.(="))
+
+
+def _read_sentence(sentence: str, match: re.Match[str], formula: str) -> str | None:
+    """Return the answer in a sentence with words: its result if it calculates one, or its first formula.
+
+    A question has none.
+    """
+    end = match.start() + _width(match)
+    if sentence[end:].lstrip(" ,.").startswith("?"):
+        return None
     if alternative := _ALTERNATIVE.match(sentence, end):
         return f"{formula}{alternative.group()}"
     if _CALCULATION.match(sentence, end) and "=" in sentence[end:]:

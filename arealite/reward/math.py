@@ -9,10 +9,11 @@ import logging
 import re
 from fractions import Fraction
 from functools import lru_cache
-from math import prod
+from math import comb, gcd, prod
 from typing import Any
 
 import math_verify
+import sympy
 
 from arealite.reward.extraction import FRACTIONS, SCALE, SCALES, SUPERSCRIPTS, final_answer, last_boxed
 from arealite.reward.measures import measures_equal
@@ -24,12 +25,21 @@ __all__ = ["answers_equal", "final_answer", "first_equal", "last_boxed", "math_r
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MAX_FORMULA = 400
-# Algebra on these can take minutes: powers of powers, large exponents, factorials and binomials of large numbers.
+# Algebra on these can take minutes: powers of powers, large exponents, factorials and binomials of large numbers, what
+# an answer leaves to be integrated or derived.
 _TOO_LARGE = re.compile(
-    r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*-?\d{5,}|[A-Za-z]\s*\^\s*\{?\s*\d{3,}|\d{4,}\s*!|!\s*!|binom\s*\{\s*\d{4}|\d{200,}"
+    r"\^\s*(?:[\d.]+|[A-Za-z])\s*\^|\^[\s{(]+[^{}()]*[\s})]*\^|\^\s*\{?\s*-?\d{5,}|[A-Za-z]\s*\^\s*\{?\s*\d{3,}|\d{4,}\s*!|!\s*!"
+    r"|binom\s*\{(?:\s*\d{4}|[^{}]*\}\s*\{\s*\d{3})|\d{200,}"
+    r"|\\i*int(?![a-z])|\\frac\s*\{\s*d\b[^{}]*(?:\{\d+\})?\s*\}\s*\{\s*d|\^\s*\{?\s*\d{4,}\s*\}?\s*[a-z]"
+    r"|\([^()]*sqrt[^()]*\)\s*\^\s*\{?\s*\d{2,}|\\(?:sin|cos|tan)\s*\^\s*\{?\s*\d{2,}"
+    r"|\\begin\s*\{vmatrix|(?:[-+]\s*){10}|(?:[(|][^(|]*){40}"
 )
 _POWER_OF_SUM = re.compile(r"[)\]}]\s*\^\s*\{?\s*(\d{1,4})")
 _MAX_EXPANSION = 8
+_MAX_TERMS = 300
+_MAX_POWER = 10_000
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_ONE_VARIABLE = re.compile(r"[A-Za-z]")
 _PROSE = re.compile(r"(?<![\\A-Za-z{])(?!sqrt)[A-Za-z]{4,}")
 _PARSE_CONFIG = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
@@ -43,7 +53,7 @@ _INTEGER = re.compile(r"[-+]?\d{1,100}")
 _REPEATING = re.compile(r"([-+]?)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
 _SCALED = re.compile(rf"({_NUMBER})({SCALE})?", re.I)
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|boldsymbol|bm|mbox|operatorname)\s*\{([^{}]*)\}")
 # `3^{rd}`, `4^{\text{th}}`: an ordinal number, and no power.
 _ORDINAL_END = r"(?:st|nd|rd|th)"
 _ORDINAL = re.compile(
@@ -51,21 +61,35 @@ _ORDINAL = re.compile(
     rf"|\{{?\s*\\(?:text\w*|mathrm|mathbf|mathit|mbox)\s*\{{\s*({_ORDINAL_END})\s*\}}\s*\}}?)"
 )
 _NO_MEANING = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\degree|\\[()\[\]]|\\displaystyle"
+    r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥₹₩]|\\?%|\^\{?\\circ\}?|\\circ|°|\\degree|\\[()\[\]]|\\displaystyle"
 )
+_MINUS_ZH = re.compile(r"负\s*(?=\d)")
+_QUOTED = re.compile(r"(?:``|[\"'“‘])([^\"'“‘”’`]+)(?:''|[\"'”’])")
+_BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])")
+# `6.02 \times 10^{23}`: exact for all exponents, where algebra rounds.
+_POWER_OF_TEN = re.compile(
+    r"(?<![\d.^_])(\d{1,30}(?:\.\d{1,30})?)\s*[*x]\s*10\s*\^\s*\{?\s*([-+]?\d{1,2})\s*\}?(?![\d.^!*/])"
+)
+_ONE_POWER = re.compile(r"([-+]?)10\s*\^\s*\{?\s*([-+]?\d{1,2})\s*\}?")
 # Between the rows of a matrix. The space behind it is none of the commands for spaces, which begin with `\\` too.
 _ROW_END = re.compile(r"\\\\(?:\[-?[\d.]+ ?[a-z]{2}\])?")
 _REPLACED = (
     ("{,}", ","), (",\\!", ","), ("−", "-"), ("–", "-"), ("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("·", "*"),
     ("÷", "/"), ("π", "\\pi "), ("∞", "\\infty "), ("≤", "\\le "), ("≥", "\\ge "), (">=", "\\ge "), ("<=", "\\le "),
-    ("**", "^"),
+    ("**", "^"), ("－", "-"), ("＋", "+"), ("（", "("), ("）", ")"), ("％", "%"), ("＝", "="), ("，", ","),
+    ("\\varnothing", "\\emptyset"), ("±", "\\pm "),
 )  # fmt: skip
 _POWER = re.compile(rf"[{SUPERSCRIPTS}]+")
 _RAISED = str.maketrans(SUPERSCRIPTS, "0123456789+-n")
 # Words after a number that are its unit (`18 dollars`, `5 km/h`, `12 cm^2`), not a part of its value.
 _UNIT_WORD = (
     rf"(?!(?:and|or|to|plus|minus|times|over|half|{'|'.join(SCALES)})\b)"
-    r"(?:[^\W\d_]{2,}|[mgslhLVWNJKCF]\b)(?: ?\^ ?\{?[23]\}?)?"
+    r"(?:[^\W\d_]{2,}\b\.?|[mgslhLVWNJKCF]\b)(?: ?\^ ?\{?[23]\}?)?"
+)
+# Behind a formula: `2\sqrt{3}\text{ square inches}`.
+_TEXT_UNIT = re.compile(
+    rf"(?<=[\w)}}\]])\s*\\(?:text|mathrm|mbox)\s*\{{\s*(?!(?:not|no|more|less|squared|cubed)\b){_UNIT_WORD}"
+    rf"(?:[\s/-]+{_UNIT_WORD}){{0,3}}\s*\}}(?: ?\^ ?\{{?[23]\}}?)?$"
 )
 # Units in Chinese, Japanese or Korean (`12个`, `3千克`), without the words that multiply a number.
 _CJK_UNIT = r"(?:(?:(?![十百千万亿萬億半만억])[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|千(?=[米克瓦卡]))+)"
@@ -79,6 +103,14 @@ _NAME_OR_SUM = re.compile(r"[^\d,;<>!+*/^-]*(?:\(\w+\)|\d+|_\{?\w+\}?)?|[^A-Za-z
 # Solutions of one equation (`x = 2 or x = 3`, `x_1 = 2, x_2 = 3`), and what stands between them.
 _SOLUTION = re.compile(r"([A-Za-z])(?:_\{?\w+\}?)?\s*=([^=]+)")
 _JOINT = re.compile(r"(?:\s|\\q?quad)*(?:,\s*(?:and\b|or\b)?|\b(?:and|or)\b)(?:\s|\\q?quad)*")
+# `(x, y) = …`; in another order than that of the alphabet the numbers mean something else.
+_NAMES = re.compile(r"\(\s*\\?[A-Za-z]+(?:\s*,\s*\\?[A-Za-z]+)+\s*\)")
+_SPHERICAL = ["\\rho", "\\theta", "\\phi"]
+_RATIO = re.compile(r"(\d{1,30})(?:(?: ?: ?| to )\d{1,30})+")
+_WITH_BASE = re.compile(r"\(?([0-9A-Za-z]{1,100})\)? ?_ ?\{? ?(\d{1,2}) ?\}?")
+# Words in a formula that algebra would ignore: further answers, and what denies one.
+_OTHER_ANSWER = re.compile(r"[\d,;]|\b(?:or|not|no|nor)\b", re.I)
+_JOINT_WORD = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}")
 _SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:text|le|ge)")
 
 
@@ -98,6 +130,12 @@ def answers_equal(given: str, expected: str) -> bool:
         return False
     if (same_measure := measures_equal(given, expected)) is not None:
         return same_measure
+    if all(map(_RATIO.fullmatch, (given, expected))):
+        return _ratio(given) == _ratio(expected)
+    bases = _WITH_BASE.fullmatch(given.lower()), _WITH_BASE.fullmatch(expected.lower())
+    if bases[0] and bases[1]:
+        a, b = bases[0].groups(), bases[1].groups()
+        return a == b or _in_base(*a) == _in_base(*b) is not None
     a, b = _value(given), _value(expected)
     is_same_text = _letters(given) == _letters(expected)
     if a is not None and b is not None:
@@ -110,7 +148,29 @@ def answers_equal(given: str, expected: str) -> bool:
     right = _tidy(sides[1]) if b is None else _as_latex(b)
     if ("=" in left) != ("=" in right):
         left, right = _without_name(left), _without_name(right)
-    return left is not None and right is not None and _equal_by_algebra(left, right)
+    return left is not None and right is not None and _equal_by_algebra(_both_signs(left), _both_signs(right))
+
+
+def _ratio(text: str) -> list[Fraction]:
+    """Return the parts of `3:1` or `3 to 1`, such that all equal ratios have the same."""
+    parts = list(map(int, re.findall(r"\d+", text)))
+    divisor = gcd(*parts) or 1
+    return [Fraction(part, divisor) for part in parts]
+
+
+def _in_base(digits: str, base: str) -> int | None:
+    """Return the number that has these digits in this base; None if there is none."""
+    try:
+        return int(digits, int(base)) if int(base) > 1 else None
+    except ValueError:
+        return None
+
+
+def _both_signs(formula: str) -> str:
+    r"""Return both values of a formula with `\pm` inside, which algebra reads only before or between terms."""
+    if formula.count("\\pm") != 1 or any(sign in formula for sign in ("=", ",", "&", "\\mp")):
+        return formula
+    return ", ".join(formula.replace("\\pm", sign) for sign in "+-")
 
 
 def first_equal(answers: list[str]) -> int:
@@ -173,14 +233,20 @@ def _without_name(cleaned: str) -> str | None:
     if len(solutions) > 1 and len(names) == 1 and None not in names:
         return ", ".join(found[2].strip() for found in solutions if found)
     *left, right = cleaned.split("=")
+    if len(left) == 1 and _NAMES.fullmatch(left[0].strip()) and right.strip().startswith("("):
+        names = re.findall(r"\\?[A-Za-z]+", left[0])
+        return right.strip() if names == _SPHERICAL or names == sorted(names, key=lambda n: n.strip("\\")) else None
     if left and (not _NAME_OR_SUM.fullmatch(left[0].strip()) or any(_SEVERAL.search(part) for part in left)):
         return None
     return right.strip()
 
 
 def _numbers_equal(a: Fraction, b: Fraction, texts: str) -> bool:
-    """Compare exactly, or if a decimal is involved rounded to six places, so that 0.333333 is 1/3."""
-    return a == b or ("." in texts and round(a, 6) == round(b, 6) != 0)
+    """Compare exactly, or if a decimal is involved rounded to six places, so that 0.333333 is 1/3.
+
+    Small numbers must also have three digits in common: 0.0000124 is not 0.000012.
+    """
+    return a == b or ("." in texts and round(a, 6) == round(b, 6) != 0 and abs(a - b) <= abs(b) / 1000)
 
 
 def _tidy(text: str) -> str:
@@ -188,7 +254,7 @@ def _tidy(text: str) -> str:
     text = text.strip("* \t\r\n").translate(FRACTIONS)
     for old, new in _REPLACED:
         text = text.replace(old, new)
-    text = _POWER.sub(_power, text)
+    text = _BLACKBOARD.sub(r"\\mathbb{\1}", _MINUS_ZH.sub("-", _POWER.sub(_power, text)))
     text = _ORDINAL.sub(lambda found: "".join(filter(None, found.groups())), text)
     rows = (re.sub(r"\\[,;: ]|\s+|~", " ", _NO_MEANING.sub("", row)).strip() for row in _ROW_END.split(text))
     text = r"\\".join(rows).rstrip(".,;: ")
@@ -206,14 +272,15 @@ def _clean(text: str) -> str:
     if _INTEGER.fullmatch(text):
         return text
     text = _FRACTION.sub(r" \1\2/\3\4 ", _TEXT.sub(r" \1 ", _tidy(text)))
-    text = re.sub(r"\s+", " ", text).strip()
-    single = re.fullmatch(r"\(([A-Za-z])\)", text)
-    return single[1] if single else text
+    text = _QUOTED.sub(r"\1", re.sub(r"\s+", " ", text).strip())
+    text = _ONE_POWER.sub(r"\g<1>1e\2", text) if _ONE_POWER.fullmatch(text) else _POWER_OF_TEN.sub(r"\1e\2", text)
+    single = re.fullmatch(r"\(([A-Za-z])\)|\{([^{}]*)\}", text)
+    return (single[1] or single[2] or "").strip() if single else text
 
 
 def _letters(cleaned: str) -> str:
-    """`cleaned` in lower case without spaces, except those between digits."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", cleaned).lower()
+    """`cleaned` in lower case without spaces, except those between digits, and without braces around a digit."""
+    return re.sub(r"(?<=[_^])\{(\d)\}", r"\1", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", cleaned)).lower()
 
 
 def _as_latex(number: Fraction) -> str:
@@ -221,23 +288,46 @@ def _as_latex(number: Fraction) -> str:
 
 
 def _equal_by_algebra(given: str, expected: str) -> bool:
-    if max(len(given), len(expected)) > _MAX_FORMULA or _PROSE.search(given) or _is_too_large(given):
+    if (
+        max(len(given), len(expected)) > _MAX_FORMULA
+        or _PROSE.search(_TEXT_UNIT.sub("", given))
+        or _is_too_large(given)
+    ):
         return False
-    return bool(math_verify.verify(_parse(expected), _parse(given), timeout_seconds=0))
+    if any(map(_OTHER_ANSWER.search, _TEXT.findall(_JOINT_WORD.sub(",", given)))):
+        return False
+    parsed = _parse(_TEXT_UNIT.sub("", expected)), _parse(_TEXT_UNIT.sub("", given))
+    return bool(math_verify.verify(*parsed, timeout_seconds=0)) or _same_equation(*(each[0] for each in parsed if each))
+
+
+def _same_equation(*equations: Any) -> bool:
+    """Whether two equations of polynomials are multiples of each other: `2x^2 + 2y^2 = 8`, `x^2 + y^2 - 4 = 0`."""
+    if len(equations) != 2 or not all(isinstance(each, sympy.Eq) for each in equations):
+        return False
+    zeros = [sympy.expand(each.lhs - each.rhs) for each in equations]
+    if any(zero.is_number or not zero.is_polynomial() for zero in zeros):
+        return False
+    return bool(sympy.cancel(zeros[0] / zeros[1]).is_number)
 
 
 def _is_too_large(formula: str) -> bool:
     """Whether algebra on a formula could take minutes. The expected answer is trusted."""
     if _TOO_LARGE.search(formula):
         return True
-    has_variables = re.search(r"(?<![\\A-Za-z])[A-Za-z]", formula)
-    return bool(has_variables) and prod(map(int, _POWER_OF_SUM.findall(formula))) > _MAX_EXPANSION
+    variables = set(_ONE_VARIABLE.findall(_COMMAND.sub(" ", formula)))
+    powers = list(map(int, _POWER_OF_SUM.findall(formula)))
+    # The terms of a product of sums, each of which has all variables.
+    factors = formula.count(")") + sum(power - 1 for power in powers)
+    terms = comb(factors + len(variables), len(variables))
+    if not variables:
+        return prod(powers) > _MAX_POWER
+    return prod(powers) > _MAX_EXPANSION or (len(variables) > 1 and terms > _MAX_TERMS)
 
 
 @lru_cache(maxsize=1024)
 def _parse(formula: str) -> list[Any]:
     formula = re.sub(r"sqrt\s*\(([^()]*)\)|√\s*(\d+|\([^()]*\))", r"\\sqrt{\1\2}", formula)
-    formula = re.sub(r",?\s+(?:and|or)\s+|,?\s*\\text\s*\{\s*(?:and|or)\s*\}", ", ", formula)
+    formula = re.sub(r",?\s+(?:and|or)\s+", ", ", _JOINT_WORD.sub(", ", formula))
     return math_verify.parse(f"\\boxed{{{formula}}}", _PARSE_CONFIG, parsing_timeout=0)
 
 

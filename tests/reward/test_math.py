@@ -281,3 +281,75 @@ def test_expressions_are_compared_by_algebra_in_any_thread():
         for run in (reward, lambda *args: threads.submit(reward, *args).result(60)):
             assert run("\\boxed{(x+1)^2}", "x^2+2x+1") == 1.0
             assert run("\\boxed{(x+1)^2}", "x^2+1") == 0.0
+
+
+@pytest.mark.parametrize(
+    "box, answer, other",
+    [
+        (r"x^3 + x^2 + 1", "1 + x^2 + x^3", "1 + x^2 - x^3"), (r"x^2y^3", "y^3x^2", "x^3y^2"),
+        ("x^2+y^2-4=0", "x^2+y^2=4", "x^2+y^2=2"), ("(x-1)^2+(y+2)^2=9", "x^2+y^2-2x+4y-4=0", "x^2+y^2-2x+4y=0"),
+        (r"\frac{x^2}{4}+\frac{y^2}{9}=1", "9x^2+4y^2=36", "4x^2+9y^2=36"),
+        (r"2\times10^{-7}", "0.0000002", r"3\times10^{-7}"), ("6.02e23", r"6.02\times10^{23}", r"6.03\times10^{23}"),
+        ("10^{-20}", r"1\times10^{-20}", "10^{-21}"), ("0.0000124", "1.24e-5", "0.000012"),
+        ("1:3:2", "2:6:4", "1:2:3"), (r"3 \text{ to } 1", "3:1", "1:3"),
+        ("12_8", "(12)_8", "12_7"), ("11_2", "3_{10}", "11_3"), ("x_{1}", "x_1", "x_2"),
+        (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}", r"\frac{1+\sqrt5}{2}"),
+        ("(x, y) = (1, 2)", "(1,2)", "(2,1)"), (r"(r,\theta)=(1,\pi)", r"(1,\pi)", r"(\pi,1)"),
+        (r"2\sqrt{3} \text{ square inches}", r"2\sqrt{3}", r"3\sqrt{2}"), (r"12\pi \text{ meters}", r"12\pi", "12"),
+        (r"5 \text{ sq. units}", "5", "6"), (r"5\text{ cm}^{2}", r"5\text{ cm}^2", r"5\text{ cm}^3"),
+        (r"\boldsymbol{7}", "7", "8"), (r"\mathbb R", r"\mathbb{R}", r"\mathbb{Z}"),
+        (r"\varnothing", r"\emptyset", "0"),
+        ("“yes”", r"\text{yes}", "no"), ("－5％", "-5", "5"), ("负5", "-5", "5"), ("₹1,000", "1000", "100"),
+        (r"\text{The answer is }5", "5", "6"), (r"\binom{n}{2}", r"\frac{n(n-1)}{2}", r"\frac{n(n+1)}{2}"),
+    ],
+)  # fmt: skip
+def test_equal_formulas_and_others(box, answer, other):
+    assert reward(f"\\boxed{{{box}}}", answer) == 1.0
+    assert reward(f"\\boxed{{{box}}}", other) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        (r"\boxed{5 \text{ or 6}}", "5"), (r"\boxed{\sqrt{2}\text{, 3}}", r"\sqrt{2}"),
+        (r"\boxed{5 \text{ (or 6)}}", "5"),
+        (r"\boxed{\sqrt{2}\text{, not }\sqrt{3}}", r"\sqrt{2}"), (r"\boxed{(y, x) = (1, 2)}", "(1,2)"),
+        ("The answer is 5 and 6.", "5"), ("The answer is 5, 6, or 7.", "5"), ("The answer is between 5 and 7.", "5"),
+        ("So x = 5 or x = 7.", "7"), ("It is 5 or -5", "-5"), ("±5", "5"), ("The answer is ±5", "5"),
+        ("The answer is negative 5.", "5"), ("The answer is minus 5.", "5"), ("答案是负5", "5"),
+        ("The answer is 4? No, so it is 5.", "4"),
+    ],
+)  # fmt: skip
+def test_several_answers_and_lost_signs_get_no_reward(completion, answer):
+    assert reward(completion, answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("The answers are 5 and 6.", "5, 6"), ("So x = 5 or x = 7.", "5, 7"), ("The answer is ±5", "-5, 5"),
+        ("The answer is negative 5.", "-5"), ("The answer is minus $5.", "-5"), ("答案是负5", "-5"),
+        ("答案：（5）", "5"),
+        ("The answer is 4? No, so it is 5.", "5"),
+    ],
+)  # fmt: skip
+def test_answers_in_sentences(completion, answer):
+    assert reward(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        r"\int_0^{\infty} \frac{\sin x}{x} dx", r"\frac{d^{99}}{dx^{99}} x^{98}", r"\binom{x}{999}", "2^{9999}x",
+        r"(1+\sqrt{2})^{9999}", "(x+y+z+w+v)^{8}", "*".join(f"(x+y+{i})" for i in range(40)),
+        "(" * 150 + "x" + ")" * 150,
+        r"\sin^{99}x", "(((((((((9^9)^9)^9)^9)^9)^9)^9)^9)^9",
+    ],
+)  # fmt: skip
+def test_what_takes_long_is_compared_as_text(box, monkeypatch):
+    monkeypatch.setattr("math_verify.verify", lambda *args, **options: pytest.fail("evaluated"))
+    assert [reward(f"\\boxed{{{box}}}", answer) for answer in (r"\frac{\sqrt{2}}{2}", r"\sin x", box)] == [
+        0.0,
+        0.0,
+        1.0,
+    ]
