@@ -10,6 +10,7 @@ each test that passes, a line with a secret token and the number of the test is 
 import builtins
 import collections
 import ctypes
+import datetime
 import decimal
 import fractions
 import functools
@@ -20,17 +21,44 @@ import operator
 import os
 import socket
 import sys
+import types
 from typing import Any, NoReturn
 
+_AWAITED = ("await", "anext", "aenter", "aexit")
 _LARGEST_ITERATOR = 100_000
 _SAMPLES = ([], (), {}, set(), "", b"", range(0))
 _VIEWS = ({}.keys(), {}.values(), {}.items(), reversed([]), (x for x in ()))
 _ITERATORS = {map, filter, zip, enumerate, reversed, *(type(iter(x)) for x in _SAMPLES), *map(type, _VIEWS)}
+_DATES = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 # Kinds of data whose subclasses (named tuples, enumerations of numbers) compare as data of that kind.
 _DATA = (tuple, int, float, str)
+
+
+@functools.cache
+def _runner() -> Any:
+    """Return what runs coroutines of the solution, all in one event loop."""
+    return importlib.import_module("asyncio").Runner()
+
+
+def _run(method: str, value: Any, *args: Any) -> Any:
+    """Await a coroutine, or what the method of an object returns."""
+
+    async def run() -> Any:
+        return await (getattr(type(value), method)(value, *args) if method else value)
+
+    return _runner().run(run())
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "neg")
 # What tests may ask of an object that stays in the child.
 _OPERATIONS = {
+    **{name: getattr(operator, name) for name in (*_ARITHMETIC, "le", "setitem")},
+    **{f"r{name}": lambda a, b, name=name: getattr(operator, name)(b, a) for name in _ARITHMETIC},
+    **{name: functools.partial(_run, f"__{name}__" if name != "await" else "") for name in _AWAITED},
+    "repr": repr, "next": next, "is": lambda kind, value: isinstance(value, kind),
+    "enter": lambda value: type(value).__enter__(value),
+    "exit": lambda value: type(value).__exit__(value, None, None, None),
     "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "eq": operator.eq, "lt": operator.lt,
     "len": len, "str": str, "list": list, "bool": bool, "get": lambda value: value,
 }  # fmt: skip
@@ -59,6 +87,10 @@ class Peer:
             return ["complex", value.real, value.imag]
         if kind in (fractions.Fraction, decimal.Decimal):
             return [kind.__name__, str(value)]
+        if kind.__name__ in _DATES and kind is _DATES[kind.__name__]:
+            return [kind.__name__, value.isoformat()]
+        if kind is datetime.timedelta:
+            return ["timedelta", value.days, value.seconds, value.microseconds]
         if kind is range:
             return ["range", value.start, value.stop, value.step]
         if kind in _ITERATORS:
@@ -73,6 +105,8 @@ class Peer:
             raise TypeError(f"a test passes {kind.__name__} to the solution, which is not plain data")
         number = len(self.objects)
         self.objects[number] = value
+        if kind in (types.CoroutineType, types.AsyncGeneratorType):
+            return [kind.__name__, number]
         base = next((base for base in _DATA if issubclass(kind, base)), None)
         return ["mine", number] if base is None else ["like", number, self.encode(_plain(base, value))]
 
@@ -94,6 +128,12 @@ class Peer:
             return self.objects[rest[0]]
         if kind == "mine":
             return Handle(self, rest[0])
+        if kind == "coroutine":
+            return _awaited(Handle(self, rest[0]))
+        if kind == "async_generator":
+            return _items(Handle(self, rest[0]))
+        if kind in _DATES:
+            return _DATES[kind].fromisoformat(rest[0])
         if kind == "like":
             plain = self.decode(rest[1])
             like = _LIKE[type(plain)](plain)
@@ -104,6 +144,7 @@ class Peer:
             "Fraction": fractions.Fraction,
             "Decimal": decimal.Decimal,
             "range": range,
+            "timedelta": datetime.timedelta,
         }
         return makers[kind](*rest)
 
@@ -170,9 +211,6 @@ class Handle:
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("setattr", name, value)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", key)
-
     def __eq__(self, other: object) -> bool:
         # Never equal to data, whatever the solution says.
         return type(other) is Handle and self._ask("eq", other) is True
@@ -180,19 +218,57 @@ class Handle:
     __hash__ = object.__hash__
 
     def __lt__(self, other: Any) -> Any:
-        return self._ask("lt", other)
+        return self._compare("lt", other)
 
-    def __len__(self) -> int:
-        return self._ask("len")
+    def __le__(self, other: Any) -> Any:
+        return self._compare("le", other)
+
+    def _compare(self, operation: str, other: Any) -> Any:
+        # As with `==`: data is compared by the tests only.
+        return self._ask(operation, other) if type(other) is Handle else NotImplemented
+
+    def _calculate(self, operation: str, *others: Any) -> Any:
+        """Return what an operator makes of this object: with data, not the result that a test wants to see."""
+        result = self._ask(operation, *others)
+        if type(result) is not Handle and not any(type(other) is Handle for other in others):
+            raise TypeError(f"the result of {operation} with data is {type(result).__name__}, and no object")
+        return result
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return (type(value) is Handle or type(value) in _LIKE.values()) and self._ask("is", value) is True
+
+    # An error in the block of a test remains one, whatever the solution returns.
+    def __exit__(self, *error: Any) -> None:
+        self._ask("exit")
+
+    async def __aenter__(self) -> Any:
+        return self._ask("aenter")
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._ask("aexit", None, None, None)
 
     def __iter__(self) -> Any:
         return iter(self._ask("list"))
 
-    def __str__(self) -> str:
-        return self._ask("str")
 
-    def __bool__(self) -> bool:
-        return self._ask("bool")
+for _name in ("getitem", "setitem", "len", "str", "repr", "bool", "next", "enter"):
+    setattr(Handle, f"__{_name}__", functools.partialmethod(Handle._ask, _name))
+for _name in _ARITHMETIC:
+    for _side in ("", "r"):
+        setattr(Handle, f"__{_side}{_name.rstrip('_')}__", functools.partialmethod(Handle._calculate, _side + _name))
+
+
+async def _awaited(coroutine: Handle) -> Any:
+    return coroutine._ask("await")
+
+
+async def _items(generator: Handle) -> Any:
+    while True:
+        try:
+            item = generator._ask("anext")
+        except StopAsyncIteration:
+            return
+        yield item
 
 
 def _plain(base: Any, value: Any) -> Any:

@@ -168,6 +168,94 @@ assert count() == {"a": 2, "b": 1} and nothing() is None and LIMIT == 7
     assert reward(completion=fenced(code), tests=[tests]) == 1.0
 
 
+def test_coroutines_of_a_solution_are_awaited():
+    code = """
+import asyncio
+async def plus(x):
+    await asyncio.sleep(0)
+    return x + 1
+async def upto(n):
+    for i in range(n):
+        yield i
+async def fail(): raise LookupError("no")
+class Lock:
+    async def __aenter__(self): return 5
+    async def __aexit__(self, *error): return True
+"""
+    main = "import asyncio\nasync def main():\n    {}\nasyncio.run(main())"
+    right = [
+        "import asyncio\nassert asyncio.run(plus(1)) == 2", main.format("assert await plus(1) == 2"),
+        main.format("assert await asyncio.gather(plus(1), plus(2)) == [2, 3]"),
+        main.format("assert [i async for i in upto(3)] == [0, 1, 2]"),
+        main.format("async with Lock() as lock: assert lock == 5"),
+        "import asyncio\ntry: asyncio.run(fail())\nexcept LookupError as error: assert str(error) == 'no'\nelse: 1 / 0",
+        "def check(candidate):\n    import asyncio\n    assert asyncio.run(candidate(1)) == 2\ncheck(plus)",
+    ]  # fmt: skip
+    wrong = ["assert plus(1) == 2", main.format("assert await plus(1) == 3"), "import asyncio; asyncio.run(fail())",
+             main.format("async with Lock() as lock: assert lock == 6")]  # fmt: skip
+    assert share(completion=fenced(code), tests=right) == 1.0
+    assert share(completion=fenced(code), tests=wrong) == 0.0
+
+
+def test_objects_of_a_solution_do_what_their_classes_say():
+    code = """
+import contextlib, datetime
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return V(self.x + other.x)
+    def __mul__(self, k): return V(self.x * k)
+    __rmul__ = __mul__
+    def __neg__(self): return V(-self.x)
+    def __eq__(self, other): return self.x == other.x
+    def __lt__(self, other): return self.x < other.x
+    def __repr__(self): return f"V({self.x})"
+    def __setitem__(self, key, value): self.x = value
+    def __enter__(self): return self.x
+    def __exit__(self, *error): return True
+class W(V): pass
+@contextlib.contextmanager
+def opened(): yield 5
+def count(n): yield from range(n)
+def day(d, n=0): return d + datetime.timedelta(n)
+"""
+    right = [
+        "assert V(1) + V(2) == V(3) and (2 * V(3)).x == (V(3) * 2).x == 6 and (-V(3)).x == -3",
+        "v = V(1); v[0] = 7; assert v.x == 7",
+        "assert V(1) < V(2) and V(2) > V(1) and max(V(1), V(2)).x == 2",
+        "assert repr(V(1)) == str(V(1)) == 'V(1)'",
+        "assert isinstance(W(1), V) and not isinstance(V(1), W) and not isinstance(1, V)",
+        "with opened() as x: assert x == 5", "with V(5) as x: assert x == 5", "g = count(3); assert list(g) == [0, 1, 2]",
+        "import datetime as d; assert day(d.date(2020, 1, 1), 1) == d.date(2020, 1, 2)",
+        "import datetime as d; assert day(d.timedelta(1)).days == 1 and day(d.datetime(2020, 1, 1, 5)).hour == 5",
+    ]  # fmt: skip
+    # What `__exit__` returns hides no failed assertion.
+    wrong = [
+        "with V(5) as x: assert x == 6",
+        "assert V(1) + V(2) == V(4)",
+        "assert V(1) > V(2)",
+        "assert isinstance(5, V)",
+    ]
+    assert share(completion=fenced(code), tests=right) == 1.0
+    assert share(completion=fenced(code), tests=wrong) == 0.0
+
+
+def test_a_solution_does_not_decide_comparisons_with_data():
+    code = """
+class Any:
+    def yes(self, *other): return True
+    def zero(self, *other): return 0.0
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __contains__ = yes
+    __sub__ = __rsub__ = __add__ = __mod__ = __abs__ = __round__ = __neg__ = __float__ = zero
+    def __iter__(self): return iter(())
+def f(): return Any()
+"""
+    tests = ["assert abs(f() - 0.3) < 1e-6", "assert f() < 5", "assert 5 > f()", "assert f() <= 5", "assert 5 >= f()",
+             "assert f() - 0.3 < 1e-6", "assert 0.3 - f() < 1e-6", "assert -f() < 1", "assert f() % 2 == 0",
+             "assert 1 in f()",
+             "assert round(f(), 2) == 0", "import math; assert math.isclose(f(), 0.0)"]  # fmt: skip
+    assert share(completion=fenced(code), tests=tests) == 0.0
+
+
 # None of them solves the task `assert area(2, 3) == 6` with `check`-like tests.
 TRICKS = {
     "exits": "import sys\nsys.exit(0)",
