@@ -153,7 +153,8 @@ def _tokenize_row(
         row.pop("messages", None)
     if "messages" not in row:
         # A task that says how its prompts read as plain text is trained so, as base models are.
-        if not tokenizer.chat_template or template != PromptFormat.plain:
+        is_plain = config.prompt_template is not None or how.plain != PromptFormat.plain
+        if is_plain or not tokenizer.chat_template:
             prompt = fill_prompt(template, row["prompt"], config)
             return [tokenize_sft(prompt, row["response"], tokenizer)]
         turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]

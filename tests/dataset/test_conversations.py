@@ -121,6 +121,9 @@ def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
     assert load(columns={"messages": "talk"}, system_prompt="S") == load(columns={"messages": "talk"})
     as_text = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}! ")
     assert trained(as_text[0], tokenizer) == (["yes<eos>"], "hi! yes<eos>")
+    # The template that adds nothing too.
+    bare = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}")
+    assert trained(bare[0], tokenizer) == (["yes<eos>"], "hiyes<eos>")
     # As prompts of RL do it.
     begun = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}! ", system_prompt="be kind")
     assert trained(begun[0], tokenizer) == (["yes<eos>"], "be kind\n\nhi! yes<eos>")
