@@ -4,7 +4,6 @@ A prompt is a chat (`messages`) if the tokenizer has a chat template, else plain
 one row; `load_prompts` those of a dataset.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +26,13 @@ from arealite.dataset.columns import (
     without_empty,
     without_system,
 )
-from arealite.dataset.rows import load_dataset
+from arealite.dataset.rows import load_dataset, tell_left_out
 from arealite.dataset.streamed import map_lazily, open_streamed
 from arealite.utils.images.encoded import has_images
 
 QUESTION = "Question: {prompt}\nAnswer:"
 # Tokens by which a text may differ from its tokens within a chat.
 _MARGIN = 16
-logger = logging.getLogger("arealite.dataset")
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class PromptMaker:
                 raise ValueError(f"it has `messages`, and {reason}: give a text as columns.prompt")
         elif "prompt" in row:
             if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-                kind = type(row["prompt"]).__name__ if row["prompt"] != "" else "empty"
+                kind = "empty" if isinstance(row["prompt"], str) else type(row["prompt"]).__name__
                 advice = advise_messages({self.columns.get("prompt", "prompt"): row["prompt"]})
                 advice = advice or "set columns.prompt to a column with text"
                 raise ValueError(f"`prompt` must be text, not {kind}: {advice}")
@@ -218,9 +216,7 @@ def without_long(rows: list[Row], num_all: int, config: DataSourceConfig) -> lis
     """Say how many rows are too long. Raises `DatasetError` if none is left."""
     if not rows:
         raise DatasetError(f"all {num_all} rows of {config.path} are longer than max_length={config.max_length} tokens")
-    if len(rows) < num_all:
-        logger.info("%s: %d of %d rows are longer than max_length=%s tokens and are left out",
-                    config.path, num_all - len(rows), num_all, config.max_length)  # fmt: skip
+    tell_left_out(num_all - len(rows), num_all, config)
     return rows
 
 

@@ -20,6 +20,8 @@ from typing import Any
 from arealite.api.dataset_args import DATA_FILES, GENERATED, DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.generated import generate_rows
+from arealite.utils.console import show_message
+from arealite.utils.distributed import rank
 from arealite.utils.script_check import end_check
 
 Row = dict[str, Any]
@@ -221,8 +223,19 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "its values are nested too deeply"
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error}"
+        hint = ". If each of its lines is a row: rename it to end in .jsonl" if error.msg == "Extra data" else ""
+        return f"not valid JSON: {error}{hint}"
     return " ".join(str(error).split())[:500]
+
+
+def tell_left_out(count: int, num_all: int, config: DataSourceConfig) -> None:
+    """Tell the user how many rows are too long, if any: a limit of other trainers cuts them instead."""
+    if count and rank() == 0:
+        verb = "is" if count == 1 else "are"
+        show_message(
+            f"note: {count} of {num_all} rows of {config.path} {verb} longer than max_length={config.max_length} "
+            f"tokens and {verb} left out"
+        )
 
 
 def load_from_hub(config: DataSourceConfig) -> Sequence[Row]:

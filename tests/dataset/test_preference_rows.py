@@ -1,6 +1,7 @@
 """Preference pairs in all layouts: texts, whole dialogues, messages."""
 
 import json
+import re
 
 import pytest
 
@@ -218,7 +219,10 @@ def test_a_system_prompt_stands_before_texts_and_a_template_is_for_texts(load, t
         load({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, prompt_template="<{prompt}>")
 
 
-def test_long_pairs_are_left_out(load):
+def test_long_pairs_are_left_out(load, capsys):
     short, long = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "c" * 20}
-    assert len(load(short, long)) == 2
+    assert len(load(short, long)) == 2 and not capsys.readouterr().out
     assert len(load(short, long, max_length=10)) == 1
+    assert re.fullmatch(
+        r"note: 1 of 2 rows of \S+ is longer than max_length=10 tokens and is left out\n", capsys.readouterr().out
+    )

@@ -137,6 +137,7 @@ def test_the_length_limit_is_exact(load, tokenizer, chat):
         ({"messages": [{"from": "human", "value": "x"}]}, {}, "row 1: `messages` has .*: write `from` as `role`"),
         ({"q": 1}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not int: set columns.prompt"),
         ({"q": ""}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not empty"),
+        ({"q": " \n"}, {"columns": {"prompt": "q"}}, "row 1: `prompt` must be text, not empty"),
         ({"prompt": CHAT}, {}, "`prompt` must be text, not list: Set columns.messages=prompt, or rename"),
         ({"q": CHAT}, {"columns": {"prompt": "q"}}, "`prompt` must be text, not list: Set columns.messages=q"),
         ({"messages": "Hi"}, {}, "row 1: `messages` must be a list of messages, not 'Hi'"),

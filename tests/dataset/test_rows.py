@@ -151,6 +151,7 @@ COMPRESSED = gzip.compress(b"".join(b'{"a": %d}\n' % i for i in range(1000)))
         ("a.json", b'"text"', r"holds one value \(str\)"),
         ("a.json", b"[1", "not valid JSON"),
         ("a.json", b"", "not valid JSON"),
+        ("a.json", GOOD_LINE * 2, r"not valid JSON: Extra data: line 2 .* a row: rename it to end in \.jsonl"),
         ("a.json", DEEP, "nested too deeply"),
         ("a.json", b'[{"a": ' + b"1" * 10_000 + b"}]", "digits"),
         ("a.json", b'[{"a": "\xff"}]', "row 1 holds text that is not valid UTF-8"),

@@ -41,12 +41,13 @@ def test_streamed_rows_equal_loaded_ones(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
-def test_batches_of_streamed_prompts_resume_exactly(tmp_path, tokenizer, kind):
+def test_batches_of_streamed_prompts_resume_exactly(tmp_path, tokenizer, kind, capsys):
     config = write(tmp_path, kind)
     config.max_length = 24
     rows = load_prompts(config, AS_THEY_ARE, tokenizer)
     kept = [row["n"] for row in rows]
     assert 0 < len(kept) < 100
+    assert f"note: {100 - len(kept)} of 100 rows of {tmp_path}" in capsys.readouterr().out
     config.streaming = False
     assert list(rows) == load_prompts(config, AS_THEY_ARE, tokenizer)
 
