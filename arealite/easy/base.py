@@ -200,8 +200,9 @@ class EasyTrainer(abc.ABC):
             return str(self._model.config._name_or_path)
         return str(self._model)
 
-    def save_model(self, path: str | Path) -> None:
-        """Copy the trained model to a folder of its own."""
+    def save_model(self, path: str | Path | None = None) -> None:
+        """Copy the trained model to a folder of its own: `path`, or `output_dir`."""
+        path = self.config.cluster.fileroot if path is None else path
         if self.result is None:
             raise ConfigError("there is no trained model yet: call train() first")
         self.result.model.save_pretrained(path)

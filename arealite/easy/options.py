@@ -115,6 +115,11 @@ def _check_names(names: Iterable[str], own_keys: set[str], is_rl: bool) -> None:
     """Raise `ConfigError` for a misspelled argument; names without a near one are checked with the keys."""
     known = own_keys | field_names(is_rl) | (_REWARD_ARGUMENTS if is_rl else set())
     for name in names:
+        if name == "tokenizer":
+            raise ConfigError(
+                "unknown argument 'tokenizer': pass the object as processing_class, or its folder or hub name as "
+                "tokenizer_path"
+            )
         if not is_rl and is_field(name) and not is_field(name, is_rl):
             raise ConfigError(f"unknown argument {name!r}: it is one of GRPOTrainer only, leave it out")
         near = nearest_text(name, sorted(known))

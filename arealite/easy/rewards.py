@@ -34,6 +34,8 @@ _MAX_TEXT = 10_000
 _MAX_FRAMES = 5
 _OF_ONE = {"prompt", "completion", "prompt_ids"}
 _OF_GROUP = {"prompts", "completions"}
+# Functions that TRL passes to rewards.
+_LOGGING = ("log_extra", "log_metric")
 # What a function of each kind may ask for besides the columns of the dataset.
 _GIVEN = {
     False: {"prompt", "completion", "prompt_ids", "completion_ids"},
@@ -122,6 +124,11 @@ def check_columns(parts: Sequence[RewardPart], columns: Sequence[str], dataset: 
                 continue
             if name in FOR_WORKFLOWS:
                 raise ConfigError(f"the reward {_show(part.fn)} needs `{name}`, {WITHHELD}")
+            if name in _LOGGING and name not in known:
+                raise ConfigError(
+                    f"the reward {_show(part.fn)} needs `{name}`, which there is not here: give it the default None, "
+                    "and return several rewards to have statistics of each"
+                )
             if name not in known:
                 raise ConfigError(
                     f"the reward {_show(part.fn)} needs `{name}`, but rows of {dataset} have the columns "

@@ -25,7 +25,13 @@ _REFUSED = {
     "formatting_func": "map the dataset before: dataset.map(…)",
     "ref_model": "set ref={'path': …}",
     "compute_loss_func": "leave it out",
+    "preprocess_logits_for_metrics": "leave it out",
+    "optimizers": "set learning_rate, lr_scheduler_type and optim",
+    "optimizer_cls_and_kwargs": "set learning_rate, lr_scheduler_type and optim",
+    "quantization_config": "set model.frozen_weight_dtype to nf4 or fp8 in args, with peft_config",
 }
+# Values with which arguments of TRL ask for nothing.
+_NOTHING = (None, [], (None, None))
 
 
 class _Supervised(EasyTrainer):
@@ -46,7 +52,7 @@ class _Supervised(EasyTrainer):
         **options: Any,
     ):
         for name, advice in _REFUSED.items():
-            if options.pop(name, None) is not None:
+            if options.pop(name, None) not in _NOTHING:
                 raise ConfigError(f"{name} has no counterpart: {advice}")
         given = read_given(self.config_class, args, config, options, peft_config)
         super().__init__(model, train_dataset, eval_dataset, processing_class, given)

@@ -79,6 +79,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "label_smoothing": (0.0, "preferences count as they are: leave it out"),
     "precompute_ref_log_probs": (False, "leave it out"),
     "packing": (False, "rows are always packed, without mixing them: leave it out"),
+    "eos_token": (None, "set tokenizer.eos_token, and pass the tokenizer as processing_class"),
+    "chat_template_path": (None, "set tokenizer.chat_template, and pass the tokenizer as processing_class"),
+    "push_to_hub": (False, "upload the trained model when train() has returned: result.model.push_to_hub(…)"),
     "completion_only_loss": (True, "the loss is on the `completion` of a row: leave it out, or leave the prompt empty"),
 }  # fmt: skip
 # Fields that change nothing here: how TRL runs, logs and shows; what `__post_init__` fills in.
@@ -91,7 +94,7 @@ _IGNORED = (
     "debug", "deepspeed_plugin", "gradient_checkpointing_kwargs", "group_by", "past_index", "mp_parameters", "run_name",
     "use_legacy", "use_liger", "trust_remote", "ref_model_", "cache_", "entropy_", "use_transformers",
     "transformers_", "use_vllm", "dataset_", "model_adapter",
-    "ref_adapter", "eos_token", "overwrite_", "tpu_", "xpu_", "no_cuda", "half_precision", "enable_jit",
+    "ref_adapter", "overwrite_", "tpu_", "xpu_", "no_cuda", "half_precision", "enable_jit",
     "neftune", "liger", "distributed_", "resume_from", "warmup_", "lr_scheduler", "bf16_", "fp16_",
 )  # fmt: skip
 _OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
@@ -366,6 +369,9 @@ def _preference(fields: Fields) -> Keys:
     found: Keys = {key: fields[name] for name, key in _SAME_PREFERENCES.items() if fields.get(name) is not None}
     if kind not in (None, "nll", "chunked_nll"):
         if kind not in _PREFERENCES:
-            raise ConfigError(f"loss_type={kind!r} has no counterpart: use sigmoid, ipo or kto, or set model.loss")
+            raise ConfigError(
+                f"loss_type={kind!r} has no counterpart: use nll for SFTTrainer; sigmoid, ipo or kto, or model.loss, "
+                "for DPOTrainer"
+            )
         found["model.loss"] = _PREFERENCES[kind]
     return found

@@ -358,6 +358,21 @@ def test_several_losses_of_preferences_are_refused_and_not_trained_as_one(kinds)
     assert make(DPOConfig, loss_type=[]).model.loss == "dpo"
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"eos_token": "<|im_end|>"}, "set tokenizer.eos_token, and pass the tokenizer as processing_class"),
+        ({"chat_template_path": "org/model"}, "set tokenizer.chat_template"),
+        ({"push_to_hub": True}, r"result\.model\.push_to_hub"),
+        ({"loss_type": "dft"}, "use nll for SFTTrainer"),
+        ({"tokenizer": "object"}, "unknown argument 'tokenizer': pass the object as processing_class"),
+    ],
+)
+def test_arguments_of_supervised_trainers_that_change_the_result_are_refused(field, message):
+    with pytest.raises(ConfigError, match=message):
+        make(SFTConfig, field)
+
+
 def test_supervised_arguments():
     config = make(
         SFTConfig, {"learning_rate": 1e-4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

@@ -145,6 +145,8 @@ def test_weights_and_columns_are_checked():
         check_columns(read_rewards(lambda completion, answer: 1, None), ["level"])
     with pytest.raises(ConfigError, match=r"needs `answer`, but rows of eval_dataset have the columns \(none\)"):
         check_columns(read_rewards(lambda completion, answer: 1, None), [], "eval_dataset")
+    with pytest.raises(ConfigError, match=r"needs `log_extra`, which there is not here: give it the default None"):
+        check_columns(read_rewards(lambda completions, log_extra: [1], None), ["level"])
     check_columns(read_rewards([lambda completion, answer=None: 1, lambda completions, level: 1], None), ["level"])
     check_columns(read_rewards(lambda completions, image=None: [1], None), ["image"])
     for fn in (lambda completions, images: [1], lambda completion, images: 1):

@@ -19,7 +19,10 @@ PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} fo
 @pytest.mark.slow
 def test_supervised_trainers(model_path, tmp_path):
     common = {"model": model_path, "output_dir": tmp_path, "max_steps": 3, "learning_rate": 1e-3}
-    result = SFTTrainer(train_dataset=ANSWERS, eval_dataset=ANSWERS[:2], **common).train()
+    trainer = SFTTrainer(train_dataset=ANSWERS, eval_dataset=ANSWERS[:2], **common)
+    result = trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "config.json").exists()
     assert result.history[-1]["loss"] < result.history[1]["loss"] and (result.path / "config.json").exists()
     assert DPOTrainer(train_dataset=PAIRS, **common).train().history[-1]["loss"] < 0.69
     kto = DPOTrainer(train_dataset=LABELED, eval_dataset=LABELED[:4], loss_type="kto", **common).train()
@@ -64,6 +67,11 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
         SFTTrainer(tmp_path / "none", train_dataset=ROWS, **common)
     with pytest.raises(ConfigError, match=r"config.json' does not exist or is a file: give a folder"):
         SFTTrainer(model_path / "config.json", train_dataset=ROWS, **common)
+    with pytest.raises(ConfigError, match="optimizers has no counterpart: set learning_rate"):
+        SFTTrainer(model_path, train_dataset=ANSWERS, optimizers=("optimizer", None), **common)
+    with pytest.raises(ConfigError, match=r"quantization_config has no counterpart: set model\.frozen_weight_dtype"):
+        SFTTrainer(model_path, train_dataset=ANSWERS, quantization_config="config", **common)
+    SFTTrainer(model_path, train_dataset=ANSWERS, optimizers=(None, None), callbacks=[], data_collator=None, **common)
     with pytest.raises(ConfigError, match="there is no train_dataset"):
         SFTTrainer(model_path, **common)
     with pytest.raises(ConfigError, match=r"processing_class is str: give a tokenizer object, or .* as tokenizer_path"):
