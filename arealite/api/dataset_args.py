@@ -25,7 +25,7 @@ class DataSourceConfig(Section):
     """Rows of one file, folder, hub dataset or generator."""
 
     path: str = _help("Local .jsonl/.json/.csv/.parquet/.arrow file or folder, hub name, or reasoning_gym:TASK.", "")
-    name: str | None = _help("Configuration of a hub dataset, such as `main` of gsm8k.", None)
+    name: str | None = _help("Configuration of a hub dataset (`main` of gsm8k), or its sub-folder in a download.", None)
     split: str | None = _help("Split of a hub dataset or local folder; default: by role (train, test).", None)
     task: str | None = _help("Built-in task; null: the one whose name is in the path, unless `columns` is set.", None)
     columns: dict[str, str] = _help(

@@ -65,6 +65,8 @@ def _files(path: Path, config: DataSourceConfig) -> list[Path]:
     files = arrow or [p for p in found if p.name.endswith(DATA_FILES)]
     if not files:
         raise DatasetError(f"the folder {path} holds no {', '.join(DATA_FILES)} file")
+    # A download of a hub dataset has a folder for each configuration.
+    files = [f for f in files if config.name in f.relative_to(path).parts[:-1]] or files
     names = {file: str(file.relative_to(path)) for file in files}
     words = {file: set(re.split(r"[^a-z]+", name.lower())) for file, name in names.items()}
     if config.split is not None:

@@ -68,6 +68,14 @@ def test_a_folder_is_read_by_role(tmp_path, files, train, valid, caplog):
     assert ("valid_dataset: reading split" in caplog.text) == (train != valid)
 
 
+def test_a_download_of_a_hub_dataset_has_a_folder_for_each_configuration(tmp_path):
+    write(tmp_path, "main/train-0.jsonl", "main/test-0.jsonl", "socratic/train-0.jsonl", "socratic/test-0.jsonl")
+    assert names_read(tmp_path, DatasetConfig, name="main") == ["main/train-0.jsonl"]
+    assert names_read(tmp_path, DatasetConfig, name="socratic", split="test") == ["socratic/test-0.jsonl"]
+    # One configuration alone may lie at the top.
+    assert names_read(tmp_path / "main", DatasetConfig, name="main") == ["main/train-0.jsonl"]
+
+
 def test_a_folder_may_be_in_a_hidden_one(tmp_path):
     write(tmp_path / ".cache", "a.jsonl")
     assert names_read(tmp_path / ".cache", DatasetConfig) == ["a.jsonl"]
