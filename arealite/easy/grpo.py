@@ -131,7 +131,7 @@ class GRPOTrainer(EasyTrainer):
         if rewards.in_threads:
             show_message(
                 f"note: the reward {', '.join(rewards.in_threads)} runs on threads of this process. If it takes "
-                "long, put it into a module of its own, with the parameter `completion`: then it runs in other processes"
+                "long, put it into a module of its own, with the parameter `completion`: other processes run it then"
             )
         trainer: PPOTrainer | None = None
         settings: dict[str, Any] = {"reward_pool": rewards}
