@@ -153,7 +153,7 @@ def find_new(run_dir: RunDir, settings: EvalConfig) -> list[Checkpoint]:
         each
         for each in found
         if not _has_results(results.get(each.version - 1, {}), each.version, settings)
-        or not _is_same_data(_read_data(run_dir, each.version) or of_run, settings)
+        or not _is_same_data(of_run if (data := _read_data(run_dir, each.version)) is None else data, settings)
     ]
     return sorted(found, key=lambda each: each.version)
 
@@ -181,12 +181,18 @@ def _describe_all(settings: EvalConfig) -> dict[str, dict[str, str]]:
 
 
 def _read_data(run_dir: RunDir, version: int) -> dict[str, dict[str, str]] | None:
-    """Return the data of which an earlier `arealite evaluate` has results; None if there was none."""
+    """Return the data of which an earlier `arealite evaluate` has results; None if there was none.
+
+    If the file is damaged, the results are of unknown data: they match none.
+    """
     path = run_dir.answers_path(version, "").with_name(_DATA_FILE)
     try:
-        return json.loads(path.read_text())
+        sets = json.loads(path.read_bytes()).items()
+        return {name: {key: str(data[key]) for key in ("path", "digest")} for name, data in sets}
     except FileNotFoundError:
         return None
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return {}
 
 
 def _is_same_data(before: Mapping[str, Mapping[str, str]], settings: EvalConfig) -> bool:

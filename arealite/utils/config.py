@@ -5,10 +5,12 @@ unknown key (reported with the nearest valid one), a value of the wrong type, a 
 combination (`config.check()`) raise `ConfigError` before anything starts. `run_main` prints such errors as one message.
 """
 
+import atexit
 import dataclasses
 import logging
 import os
 import re
+import signal
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -228,6 +230,9 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+    finally:
+        # Ctrl+C while Python exits ends the process, without a traceback of a library's exit function.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

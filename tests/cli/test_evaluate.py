@@ -156,6 +156,11 @@ def test_an_evaluation_keeps_of_which_data_its_results_are(run_dir, monkeypatch)
         assert evaluate_checkpoint(changed, checkpoint) == expected
     assert find_new(run_dir, changed) == []
     assert find_new(run_dir, read_settings(run_dir, [])) == [checkpoint]
+    # Damaged by a crash, it says nothing about the results.
+    (data_path,) = run_dir.evaluations.glob("*/data.json")
+    for damaged in ("", '{"valid"', "[]", '{"valid": 1}', '{"valid": {"path": "a"}}'):
+        data_path.write_text(damaged)
+        assert find_new(run_dir, changed) == find_new(run_dir, read_settings(run_dir, [])) == [checkpoint]
 
 
 def test_a_run_is_in_use_while_its_lock_is_held(tmp_path):

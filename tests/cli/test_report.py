@@ -231,5 +231,5 @@ def test_a_run_without_times_is_reported_without_an_analysis(run_dir, recorded, 
     assert "what the trainer waited for is not known: cannot read" in capsys.readouterr().out
     main([str(run_dir.path)])
     assert "waited for" not in capsys.readouterr().out
-    with pytest.raises(RecordingError, match="no finished episode"):
+    with pytest.raises(RecordingError, match="no finished episode: the run trains on fixed data"):
         main([str(run_dir.path), "--json"])

@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -290,6 +291,16 @@ def test_run_main_exit_codes(capsys):
         assert caught.value.code == code
     captured = capsys.readouterr()
     assert captured.err == "error: no such thing\nerror: too slow\n"
+
+
+def test_an_interrupt_while_python_exits_shows_no_traceback():
+    """Exit functions of libraries may take a second: `torch._dynamo` imports modules in one."""
+    code = (
+        "import atexit, os, signal; from arealite.utils.config import run_main; "
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); run_main(lambda argv: 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_a_launched_process_logs_to_its_file_and_not_to_the_console(tmp_path):

@@ -230,7 +230,9 @@ def _read_episodes(db: sqlite3.Connection, path: Path) -> list[PlayedEpisode]:
         fitted = _fit_parts(read, finished_at - started_at)
         found.append(PlayedEpisode._make((*row, started_at, finished_at, fitted, answers)))
     if not found:
-        raise RecordingError(f"{path} has no finished episode yet")
+        raise RecordingError(
+            f"{path} has no finished episode: the run trains on fixed data (SFT, DPO, reward models), or has just begun"
+        )
     return found
 
 
