@@ -12,7 +12,7 @@ import sys
 from typing import NamedTuple, NoReturn
 
 from arealite import __version__
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AReaLiteError, ConfigError
 
 # Exit code of a command whose output is read no further: as if SIGPIPE had ended it.
 _READER_GONE = 141
@@ -106,12 +106,21 @@ def _run_for_reader(argv: list[str]) -> int | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_GONE
     except OSError as error:
+        if error.filename is not None and _reads_runs(argv):
+            raise AReaLiteError(
+                f"cannot use {error.filename}: {error.strerror}. Look at its owner, its permissions and its disk"
+            ) from error
         if error.filename is not None or _can_write():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         text = f"error: cannot write the output: {error.strerror}. Free space there, or send the output elsewhere"
         print(text, file=sys.stderr, flush=True)
         return 1
+
+
+def _reads_runs(argv: list[str]) -> bool:
+    """Whether a command looks at files of runs, which may belong to another user."""
+    return argv[0] == "config" or (argv[0] in COMMANDS and COMMANDS[argv[0]].group == _LOOK)
 
 
 def _can_write() -> bool:

@@ -7,6 +7,7 @@ such lines while the run goes on.
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.trainer.output.eval_report import set_names
 from arealite.trainer.output.loggers import ServiceLogger, make_service_loggers
-from arealite.utils.console import Column
+from arealite.utils.console import Column, show_message
 from arealite.utils.process import rank
 from arealite.utils.rundir import RunDir, write_file
 
@@ -61,11 +62,17 @@ class StatsLogger:
         if not self._writes or not self.path.exists():
             return
         lines = self.path.read_text(errors="replace").splitlines()
-        kept = "".join(f"{line}\n" for line in lines if _step_of(line) < step)
+        kept = [line for line in lines if _step_of(line) < step]
         try:
-            write_file(self.path, kept, private=False)
+            write_file(self.path, "".join(f"{line}\n" for line in kept), private=False)
         except OSError as error:
             raise self._unwritable(error) from error
+        missing = set(range(step)).difference(map(_step_of, kept))
+        if missing:
+            show_message(
+                f"warning: {self.path} lacks {len(missing)} of the {step} steps so far (first: {min(missing) + 1}): "
+                "it was damaged or cut short. The run goes on without them"
+            )
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
         """Write the statistics of one step."""
@@ -74,9 +81,7 @@ class StatsLogger:
         values = {key: float(value) if math.isfinite(value) else None for key, value in stats.items()}
         try:
             line = json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
-            # Not buffered: one write appends the whole line, also if another process writes to the file.
-            with self.path.open("ab", buffering=0) as file:
-                file.write(line.encode())
+            _append(self.path, line.encode())
         except OSError as error:
             raise self._unwritable(error) from error
         finite = {key: value for key, value in values.items() if value is not None}
@@ -97,6 +102,20 @@ class StatsLogger:
             self._board.close()
         for service in self.services:
             service.close()
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append a whole line, or raise why it could not be written."""
+    # Not buffered: one write appends the line, also if another process writes to the file.
+    with path.open("a+b", buffering=0) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                # A full disk or a crash has cut the last line short: this one must not become a part of it.
+                line = b"\n" + line
+        while line:
+            # A disk that is almost full takes the beginning, and raises the error for the rest.
+            line = line[file.write(line) :]
 
 
 def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -114,6 +114,16 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(arguments):
     process.stderr.close()
 
 
+def test_a_file_of_a_run_that_cannot_be_read_is_one_message(tmp_path):
+    """Such as one of another user; here a folder stands in its place."""
+    path = tmp_path / "stats.jsonl"
+    path.mkdir()
+    command = [sys.executable, "-m", "arealite.cli.entry", "report", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    text = f"error: cannot use {path}: Is a directory. Look at its owner, its permissions and its disk\n"
+    assert (ended.returncode, ended.stderr) == (1, text)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash"], ["train", "--help"]])
 def test_output_on_a_full_disk_is_one_message(arguments):
     command = [sys.executable, "-m", "arealite.cli.entry", *arguments]

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -34,6 +36,33 @@ def test_resume_drops_steps_that_run_again(tmp_path):
     logger.resume(3)
     logger.commit(3, {"loss": 30})
     assert [(s["step"], s["loss"]) for s in read_stats(run_dir)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_steps_that_a_damaged_file_has_lost_are_told(tmp_path, capsys):
+    logger, run_dir = make(tmp_path)
+    for step in range(4):
+        logger.commit(step, {"loss": 1.0})
+    logger.resume(3)
+    assert "warning" not in capsys.readouterr().out
+    text = run_dir.stats_path.read_text()
+    run_dir.stats_path.write_text(text[: len(text) // 2])
+    logger.resume(3)
+    assert "stats.jsonl lacks 2 of the 3 steps so far (first: 2)" in capsys.readouterr().out
+
+
+def test_a_line_that_the_disk_takes_in_part_is_an_error_and_does_not_spoil_the_next(tmp_path):
+    code = (
+        "import resource, signal, sys; from tests.trainer.test_stats_logger import make; from pathlib import Path; "
+        "logger, _ = make(Path(sys.argv[1])); logger.commit(0, {'loss': 1.0}); "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (70, 70)); "
+        "logger.commit(1, {'loss': 1.0})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "stats.jsonl: File too large. Free space" in ended.stderr.splitlines()[-1], ended.stderr
+    logger, run_dir = make(tmp_path)
+    assert len(run_dir.stats_path.read_bytes()) == 70
+    logger.commit(2, {"loss": 3.0})
+    assert [(row["step"], row["loss"]) for row in read_stats(run_dir)] == [(0, 1.0), (2, 3.0)]
 
 
 def test_an_evaluation_replaces_the_results_of_an_earlier_one_of_the_same_set(tmp_path):
