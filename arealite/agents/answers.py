@@ -18,13 +18,12 @@ def make_answers(
     for sample in samples:
         # A conversation has turns; a completion goes on where its prompt ends.
         before = None if isinstance(request, ChatRequest) else token_before(tokenizer, sample.input_tokens)
-        # Stop strings end what was sampled; the prefix is part of the prompt.
+        # Not in the prefix, which the engine has not sampled.
         text, found = _cut(decode_answer(tokenizer, sample.output_tokens, before), stop)
-        text = prefix + text
-        answer = Answer(text, sample.stop_reason, stop_sequence=found)
+        answer = Answer(prefix + text, sample.stop_reason, stop_sequence=found)
         if isinstance(request, ChatRequest):
             thinks = opens_thinking(tokenizer, sample.input_tokens)
-            answer.text, answer.calls = request.split(text, style_of(tokenizer), thinks)
+            answer.text, answer.calls = request.split(answer.text, style_of(tokenizer), thinks)
         # For /v1/completions 0 means the sampled tokens only.
         if request.logprobs is not None and request.logprobs is not False:
             answer.logprobs = token_logprobs(tokenizer, sample.output_tokens, sample.output_logprobs)

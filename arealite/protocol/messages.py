@@ -198,7 +198,10 @@ class MessageStream:
     def finish(self, index: int, answer: Answer) -> list[Event]:
         """End the text and write the calls."""
         self._answer = answer
-        events = self.add(index, _whole_text(answer))
+        text = _whole_text(answer)
+        # The line break that `_whole_text` puts between the text, which was sent, and a broken call.
+        is_call_first = self._in_text and bool(text) and not answer.text
+        events = self.add(index, f"\n{text}" if is_call_first else text)
         if self._in_text:
             events.append(self._stop_block())
         for call in _good_calls(answer):

@@ -69,6 +69,18 @@ def test_an_aborted_answer_has_a_finish_reason_of_openai():
         assert last["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("sent", ["", "Sure", "Sure."])
+def test_a_broken_call_behind_sent_text_is_the_same_text_in_a_stream_of_messages(sent):
+    """A client sends the text back, and another text would not be found in the history of a session."""
+    head, call = Head("1", "m", 0), ToolCall("b", "add", {}, "broken", '{"a": ')
+    whole = messages.result(head, Answer("Sure.", "length", [call]), Usage(1, 1))
+    stream = messages.MessageStream(head, 1)
+    rest = Answer("Sure.".removeprefix(sent), "length", [call])
+    events = [*stream.begin(1), *stream.add(0, sent), *stream.finish(0, rest)]
+    pieces = [data["delta"]["text"] for kind, data in events if kind == "content_block_delta"]
+    assert "".join(pieces) == whole["content"][0]["text"] == 'Sure.\nadd {"a": '
+
+
 def test_alternatives_with_one_text_keep_the_log_prob_of_the_likeliest():
     """Parts of characters are all written as the same sign."""
     top = [("\ufffd", 200, -0.5), ("a", 5, -1.5), ("\ufffd", 201, -3.0)]
