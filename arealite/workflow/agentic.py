@@ -37,14 +37,20 @@ class Policy:
     gconfig: GenerationHyperparameters
     trajectory: Trajectory
     seed: int | None = None
+    # Why the model could not be told something. Other refusals say that the conversation is too long.
+    bad_observation: RequestError | None = None
 
     async def generate(self, observation: Any) -> str:
         """Tell the model something (text, a message, messages or tokens), and return its reply as text."""
-        if self.trajectory.processor is None:
-            self.trajectory.observe(observation)
-        else:
-            # Decoding images takes milliseconds: the other episodes go on meanwhile.
-            await asyncio.to_thread(self.trajectory.observe, observation)
+        try:
+            if self.trajectory.processor is None:
+                self.trajectory.observe(observation)
+            else:
+                # Decoding images takes milliseconds: the other episodes go on meanwhile.
+                await asyncio.to_thread(self.trajectory.observe, observation)
+        except RequestError as error:
+            self.bad_observation = error
+            raise
         return await self.trajectory.generate(self.engine, self.gconfig, self.seed)
 
 
@@ -55,12 +61,17 @@ class ChatAgent(Agent):
         self.policy, self.system_prompt = policy, system_prompt
 
     async def act(self, observation: Any) -> str:
-        observation = [observation] if isinstance(observation, Mapping) else observation
-        is_chat = isinstance(observation, list) and bool(observation) and isinstance(observation[0], Mapping)
+        observation = [observation] if _is_message(observation) else observation
+        is_chat = isinstance(observation, list) and bool(observation) and _is_message(observation[0])
         messages = observation if is_chat else [{"role": "user", "content": str(observation)}]
         if self.system_prompt and not self.policy.trajectory.ids:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return await self.policy.generate(messages)
+
+
+def _is_message(observation: Any) -> bool:
+    """Return whether this is a chat message; other dicts are data, such as the state of a game."""
+    return isinstance(observation, Mapping) and "role" in observation
 
 
 class AgenticWorkflow(RolloutWorkflow):
@@ -123,7 +134,7 @@ class AgenticWorkflow(RolloutWorkflow):
         options = {key: value for key, value in data.items() if key != "seed"}
         async with self._open_environment() as environment:
             observation = await environment.reset(seed, options)
-            total, num_steps, is_over = await self._run(self.make_agent(policy), environment, observation, trajectory)
+            total, num_steps, is_over = await self._run(self.make_agent(policy), environment, observation, policy)
         trajectory.stat("steps", num_steps).stat("finished", float(is_over))
         return trajectory.reward(total)
 
@@ -146,15 +157,15 @@ class AgenticWorkflow(RolloutWorkflow):
                 raise
 
     async def _run(
-        self, agent: Agent, environment: "_InLoop | _InWorker", observation: Any, trajectory: Trajectory
+        self, agent: Agent, environment: "_InLoop | _InWorker", observation: Any, policy: Policy
     ) -> tuple[float, int, bool]:
         """Act until the end; returns the reward, the number of steps, and whether the environment ended it."""
-        total = 0.0
+        total, trajectory = 0.0, policy.trajectory
         for turn in range(self.max_turns):
             try:
                 action = await agent.act(observation)
-            except RequestError:
-                if not trajectory.ids or turn == 0:
+            except RequestError as error:
+                if error is policy.bad_observation or not trajectory.ids or turn == 0:
                     raise
                 # The first turn was accepted: the conversation has become longer than the model's context.
                 trajectory.truncated = True

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.errors import ConfigError, DatasetError
+from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.rollout_api import Agent, load_workflow
 from arealite.env.adapters import GymnasiumEnvironment, QuestionEnvironment, VerifiersEnvironment
 from arealite.utils.pools.call_pool import CallError
@@ -38,6 +38,37 @@ def test_ends_that_are_no_ends(tokenizer):
     assert (batch["truncated"].tolist(), batch["stats/finished"].tolist()) == ([True], [0])
     engine = ScriptedEngine(tokenizer, lambda prompt: "7", max_tokens=100)
     assert run(make(Count, tokenizer), engine, {})["truncated"].tolist() == [True]
+
+
+class Tells(Count):
+    """Its observations are given."""
+
+    def __init__(self, *observations):
+        super().__init__()
+        self.observations = iter(observations)
+
+    async def reset(self, *, seed=None, options=None):
+        return next(self.observations), {}
+
+    async def step(self, action):
+        return next(self.observations), 0.0, action == "stop", False, {}
+
+
+def test_messages_are_told_as_they_are_and_other_dicts_as_text(tokenizer):
+    told = [{"at": 3}, {"role": "user", "content": "go on"}, [{"at": 4}], [{"role": "system", "content": "end"}], ""]
+    engine = ScriptedEngine(tokenizer, ["a", "b", "c", "stop"])
+    run(make(functools.partial(Tells, *told), tokenizer), engine, {})
+    read = [line for line in engine.prompts[-1].replace("<pad>", "|").split("\n") if not line.startswith("<assistant>")]
+    assert read == ["<user>{'at': 3}", "<user>go on", "<user>|{'at': 4}|", "<system>end"]
+
+
+def test_a_message_that_the_template_refuses_is_no_end_of_the_context(tokenizer, monkeypatch):
+    """All episodes would be cut off at this turn, and nobody would learn why."""
+    template = "{% if messages[-1].role == 'system' %}{{ raise_exception('no system message here') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + tokenizer.chat_template)
+    told = ["hello", {"role": "system", "content": "be brief"}]
+    with pytest.raises(RequestError, match="no system message here"):
+        run(make(functools.partial(Tells, *told), tokenizer), ScriptedEngine(tokenizer, ["a"]), {})
 
 
 @pytest.mark.parametrize(
