@@ -216,10 +216,11 @@ class _InWorker:
         self.make, self.lease, self.timeout_s = make, lease, timeout_s
 
     async def reset(self, seed: int | None, options: dict[str, Any]) -> Any:
-        return await self.lease.call(_reset, self.make, seed, options, timeout_s=self.timeout_s)
+        name = "reset() of the environment"
+        return await self.lease.call(_reset, self.make, seed, options, timeout_s=self.timeout_s, name=name)
 
     async def step(self, action: Any) -> Step:
-        return await self.lease.call(_step, action, timeout_s=self.timeout_s)
+        return await self.lease.call(_step, action, timeout_s=self.timeout_s, name="step() of the environment")
 
 
 # The environment of a worker process, which the episodes that lease it use one after the other.

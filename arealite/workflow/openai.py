@@ -134,7 +134,7 @@ class AgentWorkflow(RolloutWorkflow):
             except CallTimeout:
                 raise TimeoutError(late) from None
         call = agent(row, found.base_url, found.token) if callable(agent) else _run_command(list(agent), row, found)
-        task = asyncio.ensure_future(cast(Awaitable[float | None], call))
+        task = asyncio.ensure_future(_catch_exit(cast(Awaitable[float | None], call)))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
             if not done:
@@ -144,6 +144,14 @@ class AgentWorkflow(RolloutWorkflow):
             if task.cancel():
                 # Commands are ended here. An agent that ignores its cancellation is left behind: its calls are refused.
                 await asyncio.wait({task}, timeout=_ENDING_S)
+
+
+async def _catch_exit(call: Awaitable[float | None]) -> float | None:
+    """Return what an agent returns. If it exits, that costs its own attempt, and not the event loop of all."""
+    try:
+        return await call
+    except SystemExit as error:
+        raise RewardError(f"the agent raised {error!r}: raise another exception, or return a reward") from error
 
 
 def _finish(session: Session, reward: Any) -> Session:

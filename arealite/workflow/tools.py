@@ -134,12 +134,13 @@ class ToolWorkflow(RLVRWorkflow):
     async def _call(self, tool: Callable[..., Any], arguments: dict[str, Any]) -> str:
         if not is_async(tool):
             limit, timeout_s = self.max_tool_chars + 1, self.tool_timeout_s
-            return await self.tool_pool.run(_call_tool, tool, arguments, limit, timeout_s=timeout_s)
+            name = _name(tool)
+            return await self.tool_pool.run(_call_tool, tool, arguments, limit, timeout_s=timeout_s, name=name)
         try:
             async with asyncio.timeout(self.tool_timeout_s) as deadline:
                 return str(await tool(**arguments))[: self.max_tool_chars + 1]
         # A tool may raise anything, also a TimeoutError of its own, or what a client in it has cancelled.
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise

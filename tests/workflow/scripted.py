@@ -101,6 +101,11 @@ async def fail_here(reason: str) -> None:
     raise ValueError(reason)
 
 
+async def leave() -> None:
+    """Exit, as a program does that was made a tool."""
+    raise SystemExit(2)
+
+
 def flood(size: int) -> str:
     """Return a lot."""
     return "x" * size

@@ -113,6 +113,14 @@ def test_agents_that_raise_or_hang_cost_their_own_attempt():
     assert len(set(batch["sample_ids"].tolist())) == 2 and batch["stats/failed_attempts"].tolist() == [3.0] * 2
 
 
+def test_an_agent_that_exits_costs_its_own_attempt_and_not_the_event_loop():
+    async def agent(row, base_url, token):
+        raise SystemExit(1)
+
+    with pytest.raises(RewardError, match=r"all 2 attempts of the agent failed.*the agent raised SystemExit\(1\)"):
+        play(make(agent, n=2), question="x")
+
+
 def test_a_timeout_of_the_agents_own_is_not_its_deadline():
     async def agent(row, base_url, token):
         raise TimeoutError("no answer of the database")

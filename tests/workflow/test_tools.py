@@ -116,7 +116,7 @@ def test_what_goes_wrong_is_told_to_the_model():
     tokenizer = make_chat_tokenizer("qwen25")
     tools = [
         scripted.add, scripted.crash, scripted.fail, scripted.fail_here, scripted.hang, scripted.hang_politely,
-        scripted.give_up, scripted.lose_connection,
+        scripted.give_up, scripted.lose_connection, scripted.leave,
     ]  # fmt: skip
     calls = [
         call("subtract", a=1),
@@ -130,6 +130,7 @@ def test_what_goes_wrong_is_told_to_the_model():
         call("hang_politely"),
         call("give_up"),
         call("lose_connection"),
+        call("leave"),
         "<tool_call>\n{not json}\n</tool_call>",
         call("add", a=2, b=3),
     ]
@@ -139,14 +140,14 @@ def test_what_goes_wrong_is_told_to_the_model():
     expected = [
         "subtract", "missing a required argument: 'b'", "unexpected keyword argument 'c'",
         "a must be of type integer, got 'x'",
-        "ended with exit code 7", "ValueError: because", "ValueError: here", "did not return within 6 s",
-        "did not return within 6 s", "TimeoutError: no answer of the service", "CancelledError: connection lost",
-        "", "5",
+        "crash failed: its worker process ended with exit code 7", "ValueError: because", "ValueError: here",
+        "error: hang did not return within 6 s", "hang_politely did not return within 6 s",
+        "TimeoutError: no answer of the service", "CancelledError: connection lost", "SystemExit: 2", "", "5",
     ]  # fmt: skip
     assert len(texts) == len(expected)
     for text, part in zip(texts, expected, strict=True):
         assert part in text and (text == "5" or text.startswith("error: ")), text
-    assert batch["stats/tool_failures"].tolist() == [10] and batch["stats/tool_timeouts"].tolist() == [2]
+    assert batch["stats/tool_failures"].tolist() == [11] and batch["stats/tool_timeouts"].tolist() == [2]
     assert batch["rewards"].tolist() == [1.0]
 
 

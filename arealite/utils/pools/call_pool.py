@@ -39,10 +39,14 @@ class CallPool(JobPool):
         """In another process (the workflow of a rollout worker) it becomes a pool with workers of its own."""
         return (CallPool, (self._limit,))
 
-    async def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """Return `fn(*args)` of any worker; raises `CallError`, or `CallTimeout` after the deadline."""
+    async def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float, name: str | None = None) -> Any:
+        """Return `fn(*args)` of any worker; raises `CallError`, or `CallTimeout` after the deadline.
+
+        Args:
+            name: what messages call the function, if not by its own name.
+        """
         async with self.lease(fn.__module__) as worker:
-            return await worker.call(fn, *args, timeout_s=timeout_s)
+            return await worker.call(fn, *args, timeout_s=timeout_s, name=name)
 
     @contextlib.asynccontextmanager
     async def lease(self, module: str) -> AsyncIterator["Lease"]:
@@ -68,9 +72,9 @@ class Lease:
         # False while a call runs: a call that is cancelled or fails to return leaves a worker that nobody may use.
         self.is_usable = True
 
-    async def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+    async def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float, name: str | None = None) -> Any:
         """Return `fn(*args)` of the worker; raises `CallError`, or `CallTimeout` after the deadline."""
-        name = getattr(fn, "__qualname__", repr(fn))
+        name = name or getattr(fn, "__qualname__", repr(fn))
         try:
             job = pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
