@@ -106,6 +106,7 @@ _JOINT = re.compile(r"(?:\s|\\q?quad)*(?:,\s*(?:and\b|or\b)?|\b(?:and|or)\b)(?:\
 # `(x, y) = …`; in another order than that of the alphabet the numbers mean something else.
 _NAMES = re.compile(r"\(\s*\\?[A-Za-z]+(?:\s*,\s*\\?[A-Za-z]+)+\s*\)")
 _SPHERICAL = ["\\rho", "\\theta", "\\phi"]
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _RATIO = re.compile(r"(\d{1,30})(?:(?: ?: ?| to )\d{1,30})+")
 _WITH_BASE = re.compile(r"\(?([0-9A-Za-z]{1,100})\)? ?_ ?\{? ?(\d{1,2}) ?\}?")
 # Words in a formula that algebra would ignore: further answers, and what denies one.
@@ -131,7 +132,7 @@ def answers_equal(given: str, expected: str) -> bool:
     if (same_measure := measures_equal(given, expected)) is not None:
         return same_measure
     if all(map(_RATIO.fullmatch, (given, expected))):
-        return _ratio(given) == _ratio(expected)
+        return _ratios_equal(given, expected)
     bases = _WITH_BASE.fullmatch(given.lower()), _WITH_BASE.fullmatch(expected.lower())
     if bases[0] and bases[1]:
         a, b = bases[0].groups(), bases[1].groups()
@@ -151,11 +152,13 @@ def answers_equal(given: str, expected: str) -> bool:
     return left is not None and right is not None and _equal_by_algebra(_both_signs(left), _both_signs(right))
 
 
-def _ratio(text: str) -> list[Fraction]:
-    """Return the parts of `3:1` or `3 to 1`, such that all equal ratios have the same."""
-    parts = list(map(int, re.findall(r"\d+", text)))
-    divisor = gcd(*parts) or 1
-    return [Fraction(part, divisor) for part in parts]
+def _ratios_equal(given: str, expected: str) -> bool:
+    """Compare `6:2`, `3:1` and `3 to 1`. Only the first two may have a common factor: `2 to 4` may be a range."""
+    a, b = (list(map(int, re.findall(r"\d+", text))) for text in (given, expected))
+    is_proportion = all(":" in text and not _TIME.fullmatch(text) for text in (given, expected))
+    if is_proportion and gcd(*a) and gcd(*b):
+        a, b = [part // gcd(*a) for part in a], [part // gcd(*b) for part in b]
+    return a == b
 
 
 def _in_base(digits: str, base: str) -> int | None:
