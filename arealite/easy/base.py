@@ -101,6 +101,10 @@ class EasyTrainer(abc.ABC):
         self._model = _check_trained_model(model, self.has_scalar_head)
         if train_dataset is None:
             train_dataset = given.get("train_dataset.path")
+        if train_dataset is None and given.get("train_datasets"):
+            raise ConfigError(
+                "train_datasets is not read here: pass the rows of all sets as one train_dataset, or run `arealite train`"
+            )
         if train_dataset is None:
             raise ConfigError("there is no train_dataset: give a list of dicts, a datasets.Dataset, a path or a name")
         if processing_class is not None and not hasattr(processing_class, "apply_chat_template"):
