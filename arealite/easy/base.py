@@ -103,7 +103,7 @@ class EasyTrainer(abc.ABC):
             train_dataset = given.get("train_dataset.path")
         if train_dataset is None and given.get("train_datasets"):
             raise ConfigError(
-                "train_datasets is not read here: pass the rows of all sets as one train_dataset, or run `arealite train`"
+                "train_datasets is not read here: pass the rows of all sets as train_dataset, or use `arealite train`"
             )
         if train_dataset is None:
             raise ConfigError("there is no train_dataset: give a list of dicts, a datasets.Dataset, a path or a name")

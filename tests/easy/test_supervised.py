@@ -72,7 +72,7 @@ def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, t
     with pytest.raises(ConfigError, match=r"quantization_config has no counterpart: set model\.frozen_weight_dtype"):
         SFTTrainer(model_path, train_dataset=ANSWERS, quantization_config="config", **common)
     SFTTrainer(model_path, train_dataset=ANSWERS, optimizers=(None, None), callbacks=[], data_collator=None, **common)
-    with pytest.raises(ConfigError, match="train_datasets is not read here: pass the rows of all sets as one"):
+    with pytest.raises(ConfigError, match="train_datasets is not read here: pass the rows of all sets"):
         SFTTrainer(model_path, config={"train_datasets": {"a": {"path": "a.jsonl"}}}, **common)
     with pytest.raises(ConfigError, match="there is no train_dataset"):
         SFTTrainer(model_path, **common)
