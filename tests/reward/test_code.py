@@ -224,7 +224,8 @@ def day(d, n=0): return d + datetime.timedelta(n)
         "assert V(1) < V(2) and V(2) > V(1) and max(V(1), V(2)).x == 2",
         "assert repr(V(1)) == str(V(1)) == 'V(1)'",
         "assert isinstance(W(1), V) and not isinstance(V(1), W) and not isinstance(1, V)",
-        "with opened() as x: assert x == 5", "with V(5) as x: assert x == 5", "g = count(3); assert list(g) == [0, 1, 2]",
+        "with opened() as x: assert x == 5", "with V(5) as x: assert x == 5",
+        "g = count(3); assert list(g) == [0, 1, 2]",
         "import datetime as d; assert day(d.date(2020, 1, 1), 1) == d.date(2020, 1, 2)",
         "import datetime as d; assert day(d.timedelta(1)).days == 1 and day(d.datetime(2020, 1, 1, 5)).hour == 5",
     ]  # fmt: skip
