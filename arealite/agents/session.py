@@ -3,7 +3,7 @@
 The gateway adds every answer with the tokens, log-probs and versions that were sampled. The prompt of the next call is
 built on these tokens, never by encoding their text again: its messages are compared, as data, with those that earlier
 calls saw and were answered with. The longest match keeps its tokens, and only the rest is encoded. A changed history
-(edited, summarised, other tools) begins a new branch. `agents.export` makes training rows of the tree.
+(edited, summarized, other tools) begins a new branch. `agents.export` makes training rows of the tree.
 """
 
 import inspect

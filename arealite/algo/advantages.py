@@ -1,4 +1,4 @@
-"""Turns rewards into advantages: shaping, normalisation, KL penalties, GAE.
+"""Turns rewards into advantages: shaping, normalization, KL penalties, GAE.
 
 Pure functions on padded tensors, used by the actor. They change nothing in place. Group membership is explicit
 (`group_ids`) and does not depend on the position of a row.

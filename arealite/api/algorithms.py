@@ -23,7 +23,7 @@ class Algorithm:
     """Definition of one algorithm. Of several allowed values the first is the default."""
 
     summary: str
-    # Normalisation of rewards into advantages (actor.reward_norm): by default with mean and std of the group.
+    # Normalization of rewards into advantages (actor.reward_norm): by default with mean and std of the group.
     norm: NormConfig = field(default_factory=NormConfig)
     # Name in `algo.policy_losses.LOSSES` (actor.loss).
     loss: tuple[str, ...] = ("clip",)
@@ -40,7 +40,7 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    "grpo": Algorithm("arXiv 2402.03300: clipped ratios, rewards normalised within each group"),
+    "grpo": Algorithm("arXiv 2402.03300: clipped ratios, rewards normalized within each group"),
     "dr_grpo": Algorithm(
         "arXiv 2503.20783: GRPO without the division by std and length, which favour easy prompts and long answers",
         NormConfig("group", "none"),
@@ -141,7 +141,7 @@ def _norm(config: PPOActorConfig, algorithm: Algorithm) -> NormConfig:
     norm.check()
     if config.algorithm != "custom" and replace(norm, eps=algorithm.norm.eps) != algorithm.norm:
         raise ConfigError(
-            f"actor.algorithm={config.algorithm} normalises rewards by {_describe(algorithm.norm)}, but "
+            f"actor.algorithm={config.algorithm} normalizes rewards by {_describe(algorithm.norm)}, but "
             f"actor.reward_norm is {_describe(norm)}: leave reward_norm out, or set actor.algorithm=custom"
         )
     return norm

@@ -86,7 +86,7 @@ class RecoverConfig(FreqConfig):
     """Recovery after a failure."""
 
     mode: str = _choice(
-        "auto: recover if there is a checkpoint; resume: require one.",
+        "disabled: always start anew; auto: continue from the recover checkpoint if there is one; resume: require one.",
         "disabled", "auto", "resume",
     )  # fmt: skip
     retries: int = _help("Restarts by the launcher after a failure.", 0, Range(0, 1000))
@@ -170,7 +170,9 @@ class BaseExperimentConfig(Section):
     total_train_epochs: int | None = _help(
         "Passes over the training data; null: one, or as many as total_train_steps needs.", None, AT_LEAST_1
     )
-    total_train_steps: int | None = _help("Steps; with total_train_epochs, the earlier ends the run.", None, AT_LEAST_1)
+    total_train_steps: int | None = _help(
+        "Training steps; with total_train_epochs too, the run ends at whichever comes first.", None, AT_LEAST_1
+    )
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
     train_datasets: dict[str, MixtureSourceConfig] = _help(
@@ -183,7 +185,7 @@ class BaseExperimentConfig(Section):
     workflow: str | None = _help(
         "RL: package.module:Class of your own workflow; null: one answer to each prompt (RLVRWorkflow).", None
     )
-    workflow_args: dict[str, Any] = _help("Arguments of its constructor, by name.", dict, secret=True)
+    workflow_args: dict[str, Any] = _help("Arguments of the workflow's constructor, by name.", dict, secret=True)
     trainer_class: str | None = _help("Set by trainer.type=package.module:Class of arealite.cli.main.", None)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)

@@ -24,7 +24,9 @@ SOURCE_COLUMN, MIXTURE_COLUMN = "data_source", "_training_set"
 class DataSourceConfig(Section):
     """Rows of one file, folder, hub dataset or generator."""
 
-    path: str = _help("Local .jsonl/.json/.csv/.parquet/.arrow file or folder, hub name, or reasoning_gym:TASK.", "")
+    path: str = _help(
+        "Local .jsonl/.json/.csv/.parquet/.arrow file or folder, hub name, reasoning_gym:TASK or generate:TASK.", ""
+    )
     name: str | None = _help("Configuration of a hub dataset (`main` of gsm8k), or its sub-folder in a download.", None)
     split: str | None = _help("Split of a hub dataset or local folder; default: by role (train, test).", None)
     task: str | None = _help("Built-in task; null: the one whose name is in the path, unless `columns` is set.", None)
@@ -43,7 +45,7 @@ class DataSourceConfig(Section):
     few_shot: int = _help("Show the first n rows with their answers before every prompt.", 0, Range(0, 1000))
     max_length: int | None = _help("Leave out rows with more tokens.", None, AT_LEAST_1)
     streaming: bool = _help("Read rows when they are needed, for data larger than memory.", False)
-    options: dict[str, Any] = _help("Of generated rows: size, seed, and the task's own parameters.", dict, secret=True)
+    options: dict[str, Any] = _help("Generated rows: size, seed, and the task's own parameters.", dict, secret=True)
 
     # Which split is read if `split` is not set.
     is_validation: ClassVar[bool] = False

@@ -13,8 +13,8 @@ from arealite.api.config_field import help_field as _help
 
 # A server that listens on one of these is reached from its own machine only.
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-# Sequences that the embedded server decodes at once by default: at least, and on a GPU at most. More make a training
-# run no faster, and their tokens older.
+# Sequences that the embedded server decodes at once by default: at least, and on a GPU at most. More do not
+# make a training run faster, and their tokens become older.
 FEW_RUNNING, MOST_RUNNING = 256, 512
 
 
@@ -32,10 +32,12 @@ class GenerationHyperparameters(Section):
     stop_token_ids: list[int] = _help("Extra token ids that end a continuation.", list, NOT_NEGATIVE)
     stop: list[str] = _help("Strings that end a continuation.", list, any_text=True)
     ignore_eos: bool = _help("Go on after the end-of-text token.", False)
-    frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0, Range(-1000, 1000))
-    presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0, Range(-1000, 1000))
+    frequency_penalty: float = _help(
+        "Subtracted from the logit of a token for each earlier occurrence.", 0.0, Range(-1000, 1000)
+    )
+    presence_penalty: float = _help("Subtracted from the logits of tokens that have occurred.", 0.0, Range(-1000, 1000))
     repetition_penalty: float = _help(
-        "Divides (negative: multiplies) logits of seen tokens.", 1.0, Range(0, 1000, True)
+        "Divides positive logits of tokens that have occurred, and multiplies negative ones.", 1.0, Range(0, 1000, True)
     )
 
 
@@ -69,16 +71,21 @@ class InferenceEngineConfig(Section):
     """Asynchronous rollout: the client of the inference servers."""
 
     max_concurrent_rollouts: int | None = _help(
-        "Most episodes in flight; null: one batch per allowed version.", None, AT_LEAST_1
+        "Most episodes in flight; null: (max_head_offpolicyness + 1) * train_dataset.batch_size.", None, AT_LEAST_1
     )
     max_head_offpolicyness: int = _help(
         "Largest staleness of a trained sample, in versions (eta); 0 is synchronous.", 0, NOT_NEGATIVE
     )
-    adaptive_lead: bool = _help("Limit the lead to what keeps the trainer busy.", True)
+    adaptive_lead: bool = _help(
+        "Generate only as far ahead as keeps the trainer busy; false: as far as max_head_offpolicyness allows.", True
+    )
     num_workers: int = _help(
         "Rollout workers (processes that run episodes); 0: run them in the trainer's process.", 0, Range(0, 1024)
     )
-    pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
+    pause_mode: str = _choice(
+        "Open requests at a weight update. abort: their KV cache is computed again; in_place: it is kept.",
+        *("abort", "in_place"),
+    )
     server_addrs: list[str] = _help("Servers that already run, as [host:port, ...]; then launchers start none.", list)
     weight_update: str = _choice(
         "How weights reach the servers; auto: shm if all servers can read it, else disk.",
@@ -88,7 +95,7 @@ class InferenceEngineConfig(Section):
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0, SECONDS)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3, AT_LEAST_1)
     health_timeout_s: float = _help(
-        "A server without an answer for so long is evicted; its requests continue elsewhere.", 30.0, SECONDS
+        "A server that does not answer for so long counts as lost; its requests continue elsewhere.", 30.0, SECONDS
     )
     segment_tokens: int = _help(
         "Tokens requested at a time: a killed server loses at most so many of an answer.", 4096, AT_LEAST_1

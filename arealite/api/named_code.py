@@ -21,7 +21,7 @@ def load_object(name: str, key: str) -> Callable[..., Any]:
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"{key}={name!r} is no name of code: write package.module:Class, such as my_game:Workflow")
+        raise ConfigError(f"{key}={name!r} does not name code: write package.module:Class, such as my_game:Workflow")
     # Ranks are started as a script, whose folder and not the working directory is searched. Beside a loop that ships
     # are modules whose names (`tasks`, `custom`, `rw`) users have too.
     sys.path[:] = [path for path in sys.path if not Path(path).is_relative_to(_PACKAGE)]

@@ -56,12 +56,12 @@ class Environment(abc.ABC):
 def find_workflow(name: str) -> Callable[..., Any]:
     """Import what makes the workflow that a configuration names: `package.module:Class`, or a function.
 
-    Raises `ConfigError` for a class that is no complete `RolloutWorkflow`. What a function makes is checked later.
+    Raises `ConfigError` for a class that is not a complete `RolloutWorkflow`. What a function makes is checked later.
     """
     found = load_object(name, "workflow")
     if inspect.isclass(found):
         if not issubclass(found, RolloutWorkflow):
-            raise ConfigError(f"workflow={name} is a class that is no RolloutWorkflow: {_derive(found)}")
+            raise ConfigError(f"workflow={name} is a class, but not a RolloutWorkflow: {_derive(found)}")
         if missing := sorted(found.__abstractmethods__):
             raise ConfigError(f"workflow={name} does not define {', '.join(missing)}: {_derive(found)}")
     return found
@@ -82,7 +82,7 @@ def load_workflow(name: str, arguments: dict[str, Any] | None = None, **offered:
 def check_workflows(
     workflow: RolloutWorkflow | None, evaluating: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
 ) -> RolloutWorkflow:
-    """Return the workflow that a trainer was given; raises `ConfigError` if it is no `RolloutWorkflow`.
+    """Return the workflow that a trainer was given; raises `ConfigError` if it is not a `RolloutWorkflow`.
 
     The same for the workflows of validation sets, which are all `evaluating`, or one for each name.
     """
@@ -100,9 +100,9 @@ def _check_workflow(given: object, argument: str) -> None:
         return
     if not inspect.isclass(given):
         kind = type(given)
-        raise ConfigError(f"{argument} is a {kind.__name__}, which is no RolloutWorkflow: {_derive(kind)}")
+        raise ConfigError(f"{argument} is a {kind.__name__}, which is not a RolloutWorkflow: {_derive(kind)}")
     if not issubclass(given, RolloutWorkflow):
-        raise ConfigError(f"{argument} is the class {given.__name__}, no RolloutWorkflow: {_derive(given)}")
+        raise ConfigError(f"{argument} is the class {given.__name__}, which is not a RolloutWorkflow: {_derive(given)}")
     raise ConfigError(f"{argument} is the class {given.__name__}: pass an object, {given.__name__}(…)")
 
 

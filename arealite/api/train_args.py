@@ -30,7 +30,7 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     type: str = _choice(
-        "_bf16, _8bit: optimizer states in two bytes or one, rounded stochastically.",
+        "AdamW; _bf16 and _8bit store its states in two bytes or one, rounded stochastically.",
         "adamw", "adamw_bf16", "adamw_8bit",
     )  # fmt: skip
     lr: float | None = _help(
@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
         None,
         POSITIVE,
     )
-    weight_decay: float = _help("Decoupled (not on biases and norms).", 0.01, NOT_NEGATIVE)
+    weight_decay: float = _help("Decoupled weight decay, not on biases and norms.", 0.01, NOT_NEGATIVE)
     beta1: float = _help("AdamW beta 1.", 0.9, SHARE)
     beta2: float = _help("AdamW beta 2.", 0.95, SHARE)
     eps: float = _help("AdamW epsilon.", 1e-8, NOT_NEGATIVE)
@@ -71,7 +71,7 @@ class TrainEngineConfig(Section):
         None, AT_LEAST_1,
     )  # fmt: skip
     share_prefix: bool = _help(
-        "Compute the tokens that rows of a micro-batch begin with once: prompts, earlier turns (exact).", True
+        "Compute tokens that several rows of a micro-batch begin with (prompts, earlier turns) only once; exact.", True
     )
     gradient_checkpointing: bool | None = _help(
         "Recompute activations in the backward pass; null: on a GPU, if its memory is too small to keep them.", None
@@ -82,11 +82,12 @@ class TrainEngineConfig(Section):
     deterministic: bool = _help("Repeat results bit for bit on a GPU, for `arealite replay` (slower).", False)
     compile: bool = _help("Compile each layer (takes a minute at the start).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
-    lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
+    lora_rank: int = _help("Train only LoRA adapters, of this rank; 0 is off.", 0, NOT_NEGATIVE)
     lora_alpha: int | None = _help("Adapters are scaled by alpha / rank; null: 2 * lora_rank.", None, AT_LEAST_1)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     frozen_weight_dtype: str = _choice(
-        "Linear layers that are not trained (below adapters, of a reference): auto is param_dtype, nf4 is QLoRA's.",
+        "Storage of linear layers that are not trained (under adapters, of a reference). auto: param_dtype; nf4: 4 "
+        "bits, as QLoRA.",
         "auto", "fp8", "nf4",
     )  # fmt: skip
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
@@ -191,7 +192,7 @@ class FrozenEngineConfig(TrainEngineConfig):
 
 @dataclass
 class NormConfig(Section):
-    """Normalisation of rewards: which mean is subtracted, and by which std the result is divided."""
+    """Normalization of rewards: which mean is subtracted, and by which std the result is divided."""
 
     mean_level: str = _choice("The mean is over the group, the batch, or not subtracted.", "group", "batch", "none")
     std_level: str = _choice("The std is over the group, the batch, or not used.", "group", "batch", "none")
@@ -221,41 +222,43 @@ class PPOActorConfig(TrainEngineConfig):
         0.02,
         POSITIVE,
     )
-    loss: str | None = _help("clip, reinforce, gspo, cispo or sapo.", None)
+    loss: str | None = _help("clip, reinforce, gspo, cispo or sapo; null: that of `algorithm`.", None)
     loss_mean: str | None = _help(
         "token: mean over tokens; sequence: over each sequence, then sequences; sequence_sum: sum over each sequence, "
-        "mean over sequences; constant: divide by sequences * max_answer_length.",
+        "mean over sequences; constant: divide by sequences * max_answer_length; null: that of `algorithm`.",
         None,
     )
     eps_clip: float = _help("Lower (and upper) clip range of the ratio.", 0.2, SHARE)
     eps_clip_higher: float | None = _help("Upper clip range, if it differs.", None, NOT_NEGATIVE)
     c_clip: float | None = _help("Dual clip for A < 0; null is off.", None, Range(1, above=True))
-    use_decoupled_loss: bool = _help("Clip around prox, weight by prox/behaviour.", True)
+    use_decoupled_loss: bool = _help(
+        "Decoupled PPO: clip the ratio to the proximal policy, weight tokens by proximal/behaviour.", True
+    )
     prox_logp: str = _choice(
-        "first_pass: a pass over the later minibatches, the first one's own pass is its prox; recompute: a pass over "
-        "the batch before the update; interpolate: no pass.",
+        "Log-probs of the proximal policy. first_pass: the first minibatch takes those of its own forward pass, an "
+        "extra pass computes the others; recompute: an extra pass over the batch; interpolate: estimated.",
         "first_pass", "recompute", "interpolate",
     )  # fmt: skip
-    behav_imp_weight_cap: float | None = _help("Largest prox/behaviour weight; null is off.", 5.0, POSITIVE)
-    behav_imp_weight_floor: float = _help("Smallest prox/behaviour weight.", 0.0, NOT_NEGATIVE)
+    behav_imp_weight_cap: float | None = _help("Largest weight (proximal/behaviour); null is off.", 5.0, POSITIVE)
+    behav_imp_weight_floor: float = _help("Smallest weight (proximal/behaviour).", 0.0, NOT_NEGATIVE)
     behav_imp_weight_mode: str = _choice(
-        "What happens outside these bounds (token_clamp: TIS, sequence_mask: MIS, prefix_clamp: product over the "
-        "prefix).",
+        "What happens to tokens outside of these bounds (token_clamp: TIS, sequence_mask: MIS, prefix_clamp: product "
+        "over the prefix).",
         "token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp",
     )  # fmt: skip
-    m2_threshold: float = _help("M2PO: largest mean (prox - behaviour)^2 kept.", 0.04, POSITIVE)
-    temperature: float = _help("Temperature of the log-probs; equal to gconfig.temperature.", 1.0, POSITIVE)
+    m2_threshold: float = _help("M2PO: largest mean (proximal - behaviour log-prob)^2 kept.", 0.04, POSITIVE)
+    temperature: float = _help("Temperature of the log-probs; must equal gconfig.temperature.", 1.0, POSITIVE)
     reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0, ANY_NUMBER)
     reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0, ANY_NUMBER)
     reward_clip: float | None = _help("Shaped rewards are clipped to +- this; null: they are not.", None, POSITIVE)
     max_answer_length: int | None = _help(
-        "gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None, AT_LEAST_1
+        "gconfig.max_new_tokens; loss_mean=constant and overlong_buffer need it.", None, AT_LEAST_1
     )
     overlong_buffer: int | None = _help(
-        "Penalty from 0 to -1 over the last so many tokens before max_answer_length.", None, AT_LEAST_1
+        "Length penalty: from 0 to -1 over this many tokens before max_answer_length; null is off.", None, AT_LEAST_1
     )
-    reward_norm: NormConfig | None = _help("Normalisation of rewards into advantages.", None)
-    norm_advantages: bool | None = _help("Whiten advantages over all tokens of the batch.", None)
+    reward_norm: NormConfig | None = _help("Normalization of rewards into advantages; null: that of `algorithm`.", None)
+    norm_advantages: bool | None = _help("Whiten advantages over all tokens of the batch; null: as `algorithm`.", None)
     kl_ctl: float = _help("Weight of the KL to the reference in the reward.", 0.0, NOT_NEGATIVE)
     kl_target: float | None = _help("Adapt kl_ctl to keep the KL per sequence near this.", None, POSITIVE)
     kl_loss_coef: float = _help("Weight of the KL to the reference in the loss.", 0.0, NOT_NEGATIVE)
@@ -290,7 +293,7 @@ class PPOCriticConfig(TrainEngineConfig):
 
     ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1, AT_LEAST_1)
     value_eps_clip: float | None = _help("Clip range of new values around the old; null is off.", 0.5, NOT_NEGATIVE)
-    value_norm: bool = _help("Learn values of normalised returns (running mean and std).", False)
+    value_norm: bool = _help("Learn values of normalized returns (running mean and std).", False)
 
 
 @dataclass

@@ -37,7 +37,9 @@ def load_trainer(name: str) -> type[Trainer]:
     """Return the class `package.module:Class` that `trainer.type` names; raises `ConfigError`."""
     found = load_object(name, "trainer.type")
     if not inspect.isclass(found) or not issubclass(found, Trainer):
-        raise ConfigError(f"trainer.type={name} is no Trainer: make it a subclass of arealite.api.trainer_api.Trainer")
+        raise ConfigError(
+            f"trainer.type={name} is not a Trainer: make it a subclass of arealite.api.trainer_api.Trainer"
+        )
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"trainer.type={name} does not define {', '.join(missing)}")

@@ -98,7 +98,7 @@ def _class_of(target: str) -> type | None:
         return find_config_class(target)
     if target not in CLASSES:
         near = nearest_text(target, list(CLASSES)) or f"use one of {', '.join(CLASSES)}"
-        raise ConfigError(f"{target!r} is no script, run directory or kind of configuration: {near}")
+        raise ConfigError(f"{target!r} is not a script, run directory or kind of configuration: {near}")
     return CLASSES[target]
 
 

@@ -153,7 +153,7 @@ class MainConfig(BaseExperimentConfig):
         known = [f"eval/{name}/" for name in self.validation_sets]
         if not metric.startswith(tuple(known)):
             expected = f"its name begins with {' or '.join(known)}" if known else "set valid_dataset.path too"
-            raise ConfigError(f"saver.best_metric={metric} is no statistic of a validation set: {expected}")
+            raise ConfigError(f"saver.best_metric={metric} is not a statistic of a validation set: {expected}")
         name = metric.split("/")[2]
         is_answer_share = name.startswith(("pass@", "maj@"))
         if self.trainer.type in ("sft", "rw", "dpo"):
@@ -182,7 +182,9 @@ def _section(config_class: type[BaseExperimentConfig]) -> str:
     found = next((name for name, cls in sections.items() if issubclass(config_class, cls)), None)
     if found is None:
         names = ", ".join(cls.__name__ for cls in sections.values())
-        raise ConfigError(f"{config_class.__name__}, the config_class of the trainer, is no subclass of one of {names}")
+        raise ConfigError(
+            f"{config_class.__name__}, the config_class of the trainer, is not a subclass of one of {names}"
+        )
     return found
 
 

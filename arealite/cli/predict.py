@@ -147,7 +147,7 @@ def _sweep(options: Namespace) -> int:
         try:
             changed = Namespace(**{**vars(options), name: value if is_text else int(value)})
         except ValueError:
-            raise ConfigError(f"--sweep {key}: {value!r} is no whole number") from None
+            raise ConfigError(f"--sweep {key}: {value!r} is not a whole number") from None
         predictions.append(simulate(_setup(changed)))
         swept.append(changed)
     if options.json:

@@ -45,8 +45,8 @@ _right = partial(rich_table.Column, justify="right")
 def main(argv: list[str]) -> None:
     parser = ArgumentParser("report", __doc__, "arealite report runs/demo/reverse --steps 30 --rollouts 0")
     parser.add_argument("run_dir", help="the run directory, such as runs/demo/reverse")
-    parser.add_argument("--steps", type=int, default=15, help="rows of the table of steps")
-    parser.add_argument("--rollouts", type=int, default=3, help="rollouts shown as text")
+    parser.add_argument("--steps", type=int, default=15, help="rows of the table of steps (default: 15)")
+    parser.add_argument("--rollouts", type=int, default=3, help="rollouts shown as text (default: 3)")
     parser.add_argument(
         "--what-if", nargs="+", metavar="KEY=VALUE", help="predict the run with other settings, such as servers=2"
     )

@@ -34,7 +34,7 @@ def tokenize_chat(
     messages = join_texts(messages)
     if any(isinstance(message.get("content"), list) for message in messages):
         raise ValueError(
-            "its messages have parts that are no text: images need a script with collate_vision_sft (docs/vision.md)"
+            "its messages have parts that are not text: images need a script with collate_vision_sft (docs/vision.md)"
         )
     # A greeting before all other messages answers no prompt: templates cannot ask for it.
     turns = [i for i in range(max(start, 1), len(messages)) if messages[i]["role"] == "assistant"]

@@ -190,7 +190,7 @@ def _value(row: Row, spec: str, key: str) -> Any:
 def _text(row: Row, name: str, key: str) -> str:
     value = _look_up(row, name)
     if value is _MISSING:
-        raise ValueError(f"{key} has the field {{{name}}}, which is no column; {_describe(row)}. Change {key}")
+        raise ValueError(f"{key} has the field {{{name}}}, which is not a column; {_describe(row)}. Change {key}")
     if isinstance(value, dict | list) or value is None:
         raise ValueError(f"{key} has the field {{{name}}}, whose value is {type(value).__name__}, not text or a number")
     return str(value)

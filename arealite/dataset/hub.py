@@ -57,5 +57,5 @@ def _lookup_error(host: str) -> str | None:
         except socket.gaierror as error:
             reason = error.strerror
         except UnicodeError as error:
-            return f"HF_ENDPOINT is no address: {error}"
+            return f"HF_ENDPOINT is not an address: {error}"
     return reason

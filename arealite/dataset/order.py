@@ -64,8 +64,8 @@ class Mixture(JoinedRows):
         unread = [name for name, count in zip(self.names, self.counts, strict=True) if not count]
         if weights and unread:
             raise DatasetError(
-                f"the weights of the mixture give {', '.join(unread)} not one of the {len(self)} rows of an epoch: "
-                "raise those weights, or leave the set out"
+                f"with these weights of the mixture, {', '.join(unread)} would have none of the {len(self)} rows of an "
+                "epoch: raise its weight, or leave the set out"
             )
 
     def read(self, index: int) -> Row:

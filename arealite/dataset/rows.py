@@ -246,8 +246,8 @@ def load_from_hub(config: DataSourceConfig) -> Sequence[Row]:
         import datasets
     except ImportError as error:
         raise DatasetError(
-            f"{config.path!r} is no local path, and hub datasets need `datasets`: pip install 'arealite[hub]', or give "
-            "a .jsonl file"
+            f"{config.path!r} is not a local path, and hub datasets need `datasets`: pip install 'arealite[hub]', or "
+            "give a .jsonl file"
         ) from error
     try:
         loaded = datasets.load_dataset(config.path, config.name, split=config.split)

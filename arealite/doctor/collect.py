@@ -115,7 +115,7 @@ def _parse(case: Case, content: bytes, where: str) -> Process | None:
     try:
         values: Any = json.loads(content)
         if not isinstance(values, dict):
-            raise ValueError("it is no mapping")
+            raise ValueError("it is not a mapping")
         process = Process(
             name=str(values["name"]),
             role=str(values["role"]),

@@ -85,8 +85,8 @@ def read_rewards(functions: Any, weights: Sequence[float] | None) -> list[Reward
 def _read_reward(fn: Any, weight: float, taken: list[str]) -> RewardPart:
     if not callable(fn) or hasattr(fn, "state_dict"):
         raise ConfigError(
-            f"the reward {_show(fn)} is no function: give a function, or a list of them. Of a reward model give its "
-            "folder, as text"
+            f"the reward {_show(fn)} is not a function: give a function, or a list of them. For a reward model give "
+            "its folder, as text"
         )
     name = getattr(fn, "__name__", type(fn).__name__)
     name = name if name.isidentifier() and name != "reward" else f"reward{len(taken) + 1}"

@@ -76,7 +76,7 @@ def read_measured(path: Path) -> Measured:
             f"there is no file {path}: arealite plan --calibrate {path} --model FOLDER writes it"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is no file of `arealite plan --calibrate`: {error!r}") from error
+        raise ConfigError(f"{path} is not a file of `arealite plan --calibrate`: {error!r}") from error
 
 
 def _read_cores(value: Any) -> CoreUse | None:

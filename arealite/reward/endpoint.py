@@ -87,8 +87,8 @@ class Endpoint:
                     await slots.acquire()
                 return
         raise RewardError(
-            f"{self.url} was not asked: the {self.max_concurrent} requests before had no answer within "
-            f"{self.deadline_s:g} s"
+            f"{self.url} was not asked: none of the {self.max_concurrent} requests in flight (max_concurrent) was "
+            f"answered within {self.deadline_s:g} s (deadline_s)"
         )
 
     async def _post_with_retries(self, data: bytes, tries: list[str]) -> Any:

@@ -113,7 +113,7 @@ def read_reply(answer: Any) -> str:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise RewardError(
-            f"the judge answered something that is no chat completion: {clean(str(answer)[:200])}"
+            f"the judge answered something that is not a chat completion: {clean(str(answer)[:200])}"
         ) from None
     return content if isinstance(content, str) else ""
 

@@ -164,7 +164,7 @@ class RewardPool(JobPool):
                 case "error", str(text), float(busy_s), float(blocked_s):
                     return "error", text, busy_s, blocked_s
                 case _:
-                    raise WorkerLost("sent a message that is no answer")
+                    raise WorkerLost("sent a message that is not an answer")
 
     def close(self) -> None:
         """Kill all workers; idempotent."""

@@ -67,7 +67,7 @@ def read_run(run_dir: RunDir) -> RecordedRun:
     try:
         job = json.loads(job_path.read_text()) if job_path.is_file() else {}
         if not isinstance(job, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{job_path} cannot be read ({error}): remove it to replay the training alone") from error
     cwd = job.get("cwd") or os.getcwd()

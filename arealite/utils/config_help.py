@@ -32,8 +32,8 @@ _MAX_KEYS = 60
 # Name of the part with the keys that are in no section.
 _PLAIN = "run"
 _MAX_WIDTH = 160
-# Below this width the help of a key has a line of its own.
-_MIN_TABLE_WIDTH = 100
+# On a terminal narrower than this, or with less room than this beside keys and values, help stands below each key.
+_MIN_TABLE_WIDTH, _MIN_HELP_WIDTH = 100, 40
 
 
 class Key(NamedTuple):
@@ -218,13 +218,13 @@ def _essentials(rows: list[Key]) -> list[Key]:
 
 
 def _table(rows: list[Key]) -> list[str]:
-    """Return the rows in three columns, or on a narrow terminal with the help below each key."""
+    """Return the rows in three columns, or with the help below each key where there is no room beside it."""
     width = _terminal_width()
     path_width = max((len(row.path) for row in rows), default=0)
     values = [f"{row.kind} = {row.default}" for row in rows]
     value_width = min(max(map(len, values), default=0), 28)
     indent = path_width + value_width + 6
-    is_table = width >= max(_MIN_TABLE_WIDTH, indent + 30)
+    is_table = width >= max(_MIN_TABLE_WIDTH, indent + _MIN_HELP_WIDTH)
     lines: list[str] = []
     for row, value in zip(rows, values, strict=True):
         if not is_table:

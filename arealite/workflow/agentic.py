@@ -244,8 +244,8 @@ def _check_start(result: Any) -> Any:
     if inspect.iscoroutine(result):
         result.close()
         raise ConfigError(
-            "reset() of the environment is a coroutine function, and make_environment is no class that shows it: give "
-            "the class, or functools.partial(class, arguments)"
+            "reset() of the environment is a coroutine function, which can be seen only if make_environment is a "
+            "class: give the class, or functools.partial(class, arguments)"
         )
     # Text and messages of two letters or keys could be unpacked too.
     if not isinstance(result, tuple) or len(result) != 2:

@@ -214,8 +214,8 @@ async def _run_command(command: list[str], row: dict[str, Any], found: OpenSessi
         if found.session.has_reward:
             return None
         raise RewardError(
-            "the last line of the command's output is no number, and it posted no reward to {base_url}/rl/reward; the "
-            f"end of its output: {text[-500:]!r}"
+            "the last line of the command's output is not a number, and the command posted no reward to "
+            f"$OPENAI_BASE_URL/rl/reward; the end of its output: {text[-500:]!r}"
         ) from None
 
 

@@ -63,8 +63,8 @@ def test_a_workflow_gets_what_it_takes(module):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("Game", {}, r"workflow='Game' is no name of code: write package.module:Class"),
-        ("M:", {}, "is no name of code"),
+        ("Game", {}, r"workflow='Game' does not name code: write package.module:Class"),
+        ("M:", {}, "does not name code"),
         ("M.py:Game", {}, r"there is no module 'M\.py'"),
         ("missing.module:Game", {}, r"there is no module 'missing'\. Run from the folder"),
         ("M_broken:Game", {}, "importing M_broken failed: No module named 'game_that_is_missing'"),
@@ -87,8 +87,11 @@ def test_what_a_trainer_gets_must_be_a_workflow(module):
     assert check_workflows(right) is check_workflows(right, right) is check_workflows(right, {"valid": right}) is right
     for given, message in [
         (game, r"workflow is the class Game: pass an object, Game\(…\)"),
-        (dict, r"workflow is the class dict, no RolloutWorkflow: write `class MyWorkflow\(RolloutWorkflow\)`"),
-        (GenerationHyperparameters(), "workflow is a GenerationHyperparameters, which is no RolloutWorkflow: write"),
+        (
+            dict,
+            r"workflow is the class dict, which is not a RolloutWorkflow: write `class MyWorkflow\(RolloutWorkflow\)`",
+        ),
+        (GenerationHyperparameters(), "workflow is a GenerationHyperparameters, which is not a RolloutWorkflow: write"),
         (len, r"workflow is a builtin_function_or_method, .* `async def arun_episode\(self, engine, data\)`"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -27,7 +27,7 @@ def test_values_are_not_expanded_again():
     ("spec", "message"),
     [
         ("question", "row 2: columns.prompt=question names no column; its columns are q, a, n, level, a.b"),
-        ("{question}?", "row 2: columns.prompt has the field {question}, which is no column; its columns are q, a"),
+        ("{question}?", "row 2: columns.prompt has the field {question}, which is not a column; its columns are q, a"),
         ("a.text.7", "row 2: columns.prompt=a.text.7 names no column"),
         ("{a}", "row 2: columns.prompt has the field {a}, whose value is dict, not text or a number"),
         ("{level}", "row 2: columns.prompt has the field {level}, whose value is NoneType"),

@@ -64,5 +64,5 @@ def test_what_may_be_found_is_not_refused(without_hub, monkeypatch):
     with pytest.raises(ConfigError):
         check_hub("nobody/other")
     monkeypatch.setattr(constants, "ENDPOINT", "https://a..b.invalid")
-    with pytest.raises(ConfigError, match="HF_ENDPOINT is no address"):
+    with pytest.raises(ConfigError, match="HF_ENDPOINT is not an address"):
         check_hub("nobody/other")

@@ -28,7 +28,7 @@ def take(loader, count):
 
 
 def test_a_weight_that_gives_a_set_no_row_is_refused():
-    with pytest.raises(DatasetError, match="give small not one of the 40 rows of an epoch: raise"):
+    with pytest.raises(DatasetError, match="small would have none of the 40 rows of an epoch: raise"):
         Mixture(SETS, {"small": 1.0, "large": 1000.0})
 
 

@@ -294,7 +294,7 @@ def test_models_that_fit_nowhere_are_refused():
         (["--model", "7B", "--gpus", "8", "--prompt-lengths", "uniform:0,9"], "--prompt-lengths is .* with 0 tokens"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--crash", "x@y"], "--crash is 'x@y'"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "lr=1,2"], "--sweep is 'lr=1,2'"),
-        (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "eta=a"], "'a' is no whole number"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "eta=a"], "'a' is not a whole number"),
         (["--model", "7B", "--layout", "sglang.d6+d2", "--bakend", "x"], "did you mean --backend"),
         (["--from", "/not/there"], "there is no run directory"),
         (["--calibrated", "/not/there"], "there is no file /not/there"),

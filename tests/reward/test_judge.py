@@ -134,7 +134,7 @@ def test_a_reply_without_a_score_is_asked_for_again_once(reply):
     "answer", [[], {}, {"choices": []}, {"choices": [{"message": None}]}, 5, "a" and {"choices": "no"}]
 )
 def test_answers_that_are_no_chat_completion(answer):
-    with pytest.raises(RewardError, match="no chat completion"):
+    with pytest.raises(RewardError, match="not a chat completion"):
         ask(answer)
 
 
@@ -303,7 +303,10 @@ def test_the_queue_for_a_dead_service_fails_with_the_requests():
     errors, num_requests = ask_together("hang", 20, deadline_s=0.5, max_concurrent=2)
     assert time.monotonic() - began < 5 and num_requests <= 4
     assert all(isinstance(error, RewardError) for error in errors)
-    assert any("was not asked: the 2 requests before had no answer within 0.5 s" in str(error) for error in errors)
+    assert any(
+        "was not asked: none of the 2 requests in flight (max_concurrent) was answered within 0.5 s" in str(error)
+        for error in errors
+    )
 
 
 def test_questions_that_are_cancelled_in_the_queue_take_no_turn():

@@ -104,7 +104,7 @@ def test_a_failing_service_is_one_warning_and_statistics_are_written(call, tmp_p
         logger.commit(step, {"loss": 1.0})
     logger.close()
     out = capsys.readouterr().out
-    assert len(re.findall("warning: statistics go to wandb no more", out)) == 1 and "unreachable" in out
+    assert len(re.findall("warning: statistics no longer go to wandb", out)) == 1 and "unreachable" in out
     assert len(RunDir(config).stats_path.read_text().splitlines()) == 3
 
 

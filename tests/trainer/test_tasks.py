@@ -129,7 +129,7 @@ def check(tmp_path, kind, *argv):
     [
         ("grpo", ["reward=math"], r"rows\.jsonl, row 1: it has no `prompt`.* its columns are q, a, n. Set columns"),
         ("grpo", ["reward=math", "train_dataset.columns={prompt: n}"], "row 1: `prompt` must be text, not int"),
-        ("grpo", ["reward=math", "train_dataset.columns.prompt={q} or {b}"], "the field {b}, which is no column"),
+        ("grpo", ["reward=math", "train_dataset.columns.prompt={q} or {b}"], "the field {b}, which is not a column"),
         ("grpo", ["train_dataset.columns.prompt=q"], "no reward is known"),
         ("grpo", ["train_dataset.columns.prompt=q", "reward=maths"], "there is no reward 'maths'"),
         ("grpo", ["train_dataset.task=maths"], "there is no task 'maths': use one of gsm8k"),

@@ -76,6 +76,14 @@ def test_lines_fit_the_terminal(columns, monkeypatch):
         assert max(map(len, text.splitlines())) <= columns
 
 
+def test_help_stands_below_keys_where_a_column_would_be_narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = help_text(MainConfig, "all").splitlines()
+    key = next(i for i, line in enumerate(lines) if line.startswith("  trainer.grpo.actor.optimizer.eps "))
+    assert lines[key + 1] == "      AdamW epsilon." and lines[key + 2].startswith("  trainer.grpo.")
+    assert any(" = 1.0 " in line and line.endswith(".") for line in help_text(GRPOConfig, "gconfig").splitlines())
+
+
 def test_defaults_of_a_section_are_those_of_the_tree_around_it():
     lines = {line.split()[0]: line for line in help_text(MainConfig, "actor").splitlines() if line.startswith("  ")}
     defaults = {key.path: key.default for key in keys_of(MainConfig)}

@@ -261,7 +261,9 @@ def test_commands_that_fail_hang_or_write_without_end_are_contained(tmp_path):
 
 
 def test_a_command_without_a_number_at_the_end_is_shown_with_its_output():
-    with pytest.raises(RewardError, match=r"is no number.*the end of its output: 'reward: 1\\n'"):
+    with pytest.raises(
+        RewardError, match=r"is not a number.*\$OPENAI_BASE_URL/rl/reward; the end of its output: 'reward: 1\\n'"
+    ):
         play(make(["bash", "-c", "echo reward: 1"], n=1))
     post = CURL.replace("chat/completions", "rl/reward").partition(" -d ")[0] + """ -d '{"reward": 0.5}')\necho done"""
     batch = play(make(["bash", "-c", CURL + post], n=1), question="why")

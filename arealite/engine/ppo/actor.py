@@ -89,7 +89,7 @@ class FSDPPPOActor(FSDPEngine):
     def compute_advantages(self, batch: Batch) -> None:
         """Add `advantages` and `returns` `[B, T]` and `shaped_rewards` `[B]` to the batch.
 
-        Rewards are normalised over the batch of all ranks; the rows of a group may be on different ranks.
+        Rewards are normalized over the batch of all ranks; the rows of a group may be on different ranks.
         """
         config = self.config
         mask = _trained(batch)
@@ -151,7 +151,7 @@ class FSDPPPOActor(FSDPEngine):
     def _normalized_samples(
         self, batch: Batch, shaped: torch.Tensor, penalty: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return normalised returns `[B, T]`: baselines count every sample once, not its rows."""
+        """Return normalized returns `[B, T]`: baselines count every sample once, not its rows."""
         returns = shaped[:, None].expand(mask.shape)
         if "token_rewards" in batch:
             returns = self._shaped(batch["token_rewards"].float() + penalty[:, None])

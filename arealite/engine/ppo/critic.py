@@ -1,7 +1,7 @@
 """`FSDPPPOCritic`: the value function of PPO with GAE.
 
 Call `compute_values` before the actor's `compute_advantages` (which adds `returns` to the batch), and `ppo_update`
-after it. Index `t` holds the value of the tokens before `t`. With `value_norm` the network learns returns normalised
+after it. Index `t` holds the value of the tokens before `t`. With `value_norm` the network learns returns normalized
 by their running mean and std; values outside this class are always on the scale of rewards.
 """
 

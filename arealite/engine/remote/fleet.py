@@ -108,7 +108,7 @@ class Fleet:
             server.loads = mirrored.loads
             (self.router.open if mirrored.is_open else self.router.close)(server)
             if mirrored.is_lost and not server.is_lost:
-                server.give_up()
+                server.mark_lost()
 
     # -------------------------------------------------------------------------------------------- memory
 
@@ -162,10 +162,10 @@ class Fleet:
         self._spawn(self._recover(server), f"recover {server.address}")
 
     def lose(self, server: Server, error: ServerError) -> None:
-        """Give a silent server up: its requests are sent elsewhere."""
-        logger.error("%s is given up: %s", server.address, error)
-        self.on_event(f"{server.address} is given up: its requests are sent elsewhere", "warning")
-        server.give_up()
+        """Mark a silent server as lost: its requests are sent elsewhere."""
+        logger.error("%s is lost: %s", server.address, error)
+        self.on_event(f"{server.address} is lost: its requests are sent elsewhere", "warning")
+        server.mark_lost()
         self.suspect(server, error)
 
     async def _recover(self, server: Server) -> None:
@@ -317,7 +317,7 @@ class Fleet:
         logger.info("%s has left", server.address)
         self.on_event(f"{server.address} has left", "warning")
         self.router.remove(server.address)
-        server.give_up()
+        server.mark_lost()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)

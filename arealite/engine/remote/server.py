@@ -136,7 +136,7 @@ class Server:
 
     @contextmanager
     def track_request(self) -> Iterator[None]:
-        """Around code that waits for an answer: raises `ServerError` if the server is given up meanwhile."""
+        """Around code that waits for an answer: raises `ServerError` if the server is lost meanwhile."""
         task = asyncio.current_task()
         assert task is not None
         self._requests.add(task)
@@ -146,7 +146,7 @@ class Server:
             if not self.is_lost:
                 raise
             task.uncancel()
-            raise ServerError(f"{self.address} was given up") from None
+            raise ServerError(f"{self.address} was lost before it answered") from None
         finally:
             self._requests.discard(task)
 
@@ -160,7 +160,7 @@ class Server:
                 raise
             raise ServerError(f"{self.address} answered without the expected fields: {error!r}") from error
 
-    def give_up(self) -> None:
+    def mark_lost(self) -> None:
         """Mark the server as lost: tracked requests end with a `ServerError` and are sent elsewhere."""
         self.is_lost = True
         self.cancel_requests()

@@ -143,5 +143,5 @@ class ServiceLogger:
         if not self.failed:
             self.failed = True
             show_message(
-                f"warning: statistics go to {self.name} no more ({reason}). Training goes on, and stats.jsonl has them"
+                f"warning: statistics no longer go to {self.name} ({reason}). Training goes on; stats.jsonl has them"
             )

@@ -100,7 +100,7 @@ class Lease:
                 self.is_usable = True
                 raise CallError(text)
             case _:
-                raise CallError(f"{name} failed: its worker process sent a message that is no answer")
+                raise CallError(f"{name} failed: its worker process sent a message that is not an answer")
 
 
 def _call(owner: Connection, job: bytes) -> bytes:
