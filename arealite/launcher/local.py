@@ -17,7 +17,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.checks import check_job, rehearse_job
 from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import read_launch_config
-from arealite.launcher.memory import describe_memory
+from arealite.launcher.memory import NO_ROOM, describe_memory
 from arealite.launcher.node import run_node
 from arealite.launcher.output import lasting_output
 from arealite.launcher.placement import local_slots
@@ -50,8 +50,11 @@ def show_plan(job: Job, servers_run_here: bool, more: str = "") -> int:
     """Print what a job would start and how much memory it needs; run the same checks as a real start."""
     print(job.describe() + more, flush=True)
     check_job(job, servers_run_here)
-    print(describe_memory(job, runs_here=servers_run_here), flush=True)
+    memory = describe_memory(job, runs_here=servers_run_here)
+    print(memory, flush=True)
     rehearse_job(job)
+    end = "the memory will not suffice (see above)" if NO_ROOM in memory else "no error was found"
+    print(f"dry run: nothing was started, and {end}", flush=True)
     return 0
 
 

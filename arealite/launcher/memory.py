@@ -36,6 +36,8 @@ from arealite.utils.memory.estimate import (
 )
 from arealite.utils.memory.model_size import ModelSize, read_model_size
 
+# Begins the line of a device that is too small.
+NO_ROOM = "WILL NOT FIT"
 _TRAINED, _FROZEN = ("actor", "model", "critic"), ("ref", "teacher")
 # What SGLang and vLLM take of a GPU unless a flag says otherwise.
 _SHARES = {"sglang": ("mem_fraction_static", 0.88), "vllm": ("gpu_memory_utilization", 0.9)}
@@ -340,7 +342,7 @@ def _verdict(job: Job, values: Values, devices: list[Device]) -> Iterator[str]:
         if device.fits:
             yield f"  {device.name} is nearly full: the estimate may be some percent too low"
             continue
-        yield f"WILL NOT FIT: {device.name} needs {_gib(device.needed)} GiB and has {_gib(device.total)}"
+        yield f"{NO_ROOM}: {device.name} needs {_gib(device.needed)} GiB and has {_gib(device.total)}"
         advice = list(_advice(job, values, device))
         yield "set one of:" if advice else "use more or larger devices (allocation_mode), or a smaller model"
         yield from (f"  {line}" for line in advice[:_MOST_ADVICE])

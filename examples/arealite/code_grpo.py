@@ -1,5 +1,8 @@
 """GRPO on programming tasks: the tests of each row run in a sandbox.
 
+    python -m arealite.launcher.local examples/arealite/code_grpo.py \
+        --config examples/arealite/configs/code_grpo.yaml actor.path=/path/to/model
+
 Rows are those of MBPP or HumanEval, from the hub or a local file (`train_dataset.path`), or of your own with the same
 columns. Answers earn the share of tests that they pass, and a little for one closed block of code.
 """

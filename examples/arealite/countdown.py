@@ -3,7 +3,7 @@
     python -m arealite.launcher.local examples/arealite/countdown.py \
         --config examples/arealite/configs/countdown.yaml actor.path=/path/to/model
 
-`trainer.type=grpo train_dataset.path=countdown` of `arealite.cli.main` trains the same task without a script; this one
+`arealite train trainer.type=grpo train_dataset.path=generate:countdown` trains the same task without a script; this one
 shows how rows and rewards of your own look.
 """
 

@@ -6,9 +6,8 @@
 On two CPU cores this takes 10 to 20 minutes: gcd of two numbers, 21% of new questions right before, 52% after 40 steps.
 
 Any task: train_dataset.path=reasoning_gym:leg_counting 'train_dataset.options={size: 2000, max_animals: 2}', and the
-same for valid_dataset. Small models answer
-plain text with four worked examples far better than a chat; for larger ones set
-train_dataset.prompt_template=null train_dataset.few_shot=0 gconfig.stop=[] and a longer gconfig.max_new_tokens.
+same for valid_dataset. Small models answer plain text with four worked examples far better than a chat. For larger ones
+set train_dataset.prompt_template=null train_dataset.few_shot=0 gconfig.stop=[] and a longer gconfig.max_new_tokens.
 """
 
 from arealite.api.cli_args import GRPOConfig

@@ -75,6 +75,7 @@ def test_the_plan_names_what_each_process_holds(show):
 def test_a_model_that_is_too_large_is_refused_with_settings_that_help(show):
     text = show("7B", "cluster.gpu_memory_gib=80")
     assert "WILL NOT FIT: node 0 gpu 1" in text
+    assert text.endswith("dry run: nothing was started, and the memory will not suffice (see above)\n")
     keys = [line.split("(")[0].split() for line in text.splitlines() if "(then " in line]
     assert all(key.startswith(("actor.", "server.", "ref.")) for line in keys for key in line)
     server = next(line for line in keys if line[0].startswith("server."))

@@ -119,11 +119,17 @@ def test_a_script_that_may_be_right_passes(work, model, arguments, capsys):
     assert "checking the script" not in capsys.readouterr().out, "it has no engine at which it would end"
 
 
-def rehearse(script: Path, *more: str) -> tuple[int, str]:
-    """Return the code and the last line of a dry run."""
+def dry_run(script: Path, *more: str) -> tuple[int, list[str]]:
+    """Return the code and the lines of a dry run."""
     command = ("-m", "arealite.launcher.local", str(script), *more, "--dry-run")
     done = warm_python.run(command, timeout=120)
-    return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()
+
+
+def rehearse(script: Path, *more: str) -> tuple[int, str]:
+    """Return the code and the last line of a dry run."""
+    code, lines = dry_run(script, *more)
+    return code, lines[-1]
 
 
 def of_example(name: str, model: Path, data: Path, root: Path) -> tuple[Path, list[str]]:
@@ -135,7 +141,9 @@ def of_example(name: str, model: Path, data: Path, root: Path) -> tuple[Path, li
 
 def test_a_dry_run_of_an_example_ends_where_its_engines_start(model_path, gsm8k_path, tmp_path):
     script, argv = of_example("gsm8k_grpo", model_path, gsm8k_path, tmp_path)
-    assert rehearse(script, *argv) == (0, "checking the script up to where its engines start")
+    code, lines = dry_run(script, *argv)
+    assert lines[-2] == "checking the script up to where its engines start"
+    assert (code, lines[-1]) == (0, "dry run: nothing was started, and no error was found")
     assert not list(tmp_path.iterdir())
 
 
@@ -177,5 +185,5 @@ def test_a_class_instead_of_a_workflow(model_path, gsm8k_path, tmp_path):
 
 def test_what_is_not_downloaded_is_not_checked(gsm8k_path, tmp_path):
     script, argv = of_example("gsm8k_grpo", Path("nobody/nothing"), gsm8k_path, tmp_path)
-    code, line = rehearse(script, *argv)
-    assert (code, line) == (0, "note: not checked further: the tokenizer nobody/nothing is not downloaded")
+    code, lines = dry_run(script, *argv)
+    assert (code, lines[-2]) == (0, "note: not checked further: the tokenizer nobody/nothing is not downloaded")
