@@ -99,7 +99,7 @@ class RowReturns(NamedTuple):
         return cls(*sums, low.amin(1), high.amax(1), rewards.double())
 
     def filled(self, owner: Tensor) -> "RowReturns":
-        """Return sums in which each row of a sample without trained tokens has one with its reward."""
+        """Return these sums; rows of a sample without any trained token count as one token with the row's reward."""
         counts = torch.zeros_like(self.count).index_add(0, owner, self.count)
         own, single = self.reward, torch.ones_like(self.count)
         instead = (single, own, own.square(), own, own, own)
@@ -224,7 +224,7 @@ def gae(
     gae_lambda: float = 1.0,
     final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns `[B, T]` by generalised advantage estimation (arXiv 1506.02438).
+    """Return advantages and returns `[B, T]` by generalized advantage estimation (arXiv 1506.02438).
 
     `δ_t = r_t + γ·V_{t'} − V_t`, `A_t = δ_t + γλ·A_{t'}`, where `t'` is the next trained token: prompt and tool tokens
     are skipped. After the last one, `V` is 0 if the episode ended. If it was `truncated`, `V` is `final_values [B]`,

@@ -85,7 +85,7 @@ class TrainEngine(abc.ABC):
 
     @returns_nothing
     def warm_up(self) -> None:
-        """Compile, so that the first batch need not wait for it; training goes on as if it was not called.
+        """Compile ahead, so that the first batch need not wait for it. Changes no result of training.
 
         All ranks call it together, when the first episodes run.
         """

@@ -55,7 +55,7 @@ class Stat(NamedTuple):
 
 
 # Called with the sample, the position of the first token in its answer, tokens and their log-probs. An interruption may
-# take tokens back: then the position is that of a token that was told before.
+# take tokens back: then the position is that of a token that was reported before.
 OnTokens = Callable[[int, int, list[int], list[float]], None]
 
 

@@ -76,7 +76,7 @@ class EmbeddedEngine(CollectingEngine):
         if params.stop:
             request.continue_prompt(self.engine.tokenizer)
         if asking.on_tokens is not None:
-            request.on_progress = _teller(progress, asyncio.get_running_loop())
+            request.on_progress = _progress_reporter(progress, asyncio.get_running_loop())
         try:
             with tracing.part_of_episode("generate", samples=count):
                 outputs = await asyncio.wrap_future(self.engine.submit(request))
@@ -114,15 +114,15 @@ class EmbeddedEngine(CollectingEngine):
         self.set_version(meta.version)
 
 
-def _teller(progress: Progress, loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
+def _progress_reporter(progress: Progress, loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
     """Return what the engine's thread calls with each token of a request."""
     counts = Counter[int]()
 
-    def tell(index: int, token: int, logprob: float, *_: Any) -> None:
-        loop.call_soon_threadsafe(progress.tell, index, counts[index], [token], [logprob])
+    def report(index: int, token: int, logprob: float, *_: Any) -> None:
+        loop.call_soon_threadsafe(progress.report, index, counts[index], [token], [logprob])
         counts[index] += 1
 
-    return tell
+    return report
 
 
 def _piece(output: SampleOutput) -> Piece:

@@ -77,7 +77,7 @@ class SGLangClient(ServerClient):
         return pieces
 
     async def _stream(self, server: Server, progress: Progress, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the last chunk of each sample. Each chunk has all tokens so far; new ones are told."""
+        """Return the last chunk of each sample. Each chunk has all tokens so far; new ones are reported."""
         last: dict[int, dict[str, Any]] = {}
         url, limit_s = f"{server.url}/generate", self.config.request_timeout_s
         async with aclosing(self.http.events(url, {**body, "stream": True}, limit_s)) as chunks:
@@ -86,9 +86,9 @@ class SGLangClient(ServerClient):
                     raise ServerError(f"{server.address} ended a stream: {chunk['error']}")
                 with server.parse_answer():
                     index, entries = chunk.get("index", 0), chunk["meta_info"]["output_token_logprobs"]
-                    told = len(last[index]["meta_info"]["output_token_logprobs"]) if index in last else 0
+                    known = len(last[index]["meta_info"]["output_token_logprobs"]) if index in last else 0
                     last[index] = chunk
-                    progress.tell(index, told, [e[1] for e in entries[told:]], [e[0] for e in entries[told:]])
+                    progress.report(index, known, [e[1] for e in entries[known:]], [e[0] for e in entries[known:]])
         return [last[index] for index in sorted(last)]
 
     async def pause(self, server: Server, mode: str) -> None:
@@ -199,7 +199,7 @@ class SGLangClient(ServerClient):
             raise WeightUpdateError(f"{server.address} refused new weights: {message}")
 
     def _flush(self) -> dict[str, bool]:
-        """Updated in place, requests in flight keep their KV cache."""
+        """Return whether an update empties the KV cache; in place, requests in flight keep theirs."""
         return {"flush_cache": self.config.pause_mode == "abort"}
 
     async def _set_version(self, server: Server, meta: WeightUpdateMeta) -> None:

@@ -31,7 +31,7 @@ MakeEnvironment = Callable[[], Environment]
 
 @dataclass
 class Policy:
-    """The model as an agent sees it: `generate` records what it was told and what it sampled."""
+    """The model as an agent sees it: `generate` records what the model reads and what it samples."""
 
     engine: InferenceEngine
     gconfig: GenerationHyperparameters
@@ -55,7 +55,7 @@ class Policy:
 
 
 class ChatAgent(Agent):
-    """Sends each observation to the model (as a user's message, if it is none), and returns the reply."""
+    """Sends each observation to the model (as a user's message, unless it is one already), and returns the reply."""
 
     def __init__(self, policy: Policy, system_prompt: str | None = None):
         self.policy, self.system_prompt = policy, system_prompt

@@ -23,7 +23,8 @@ class Speeds(NamedTuple):
 class CoreUse(NamedTuple):
     """The cores of a machine, and what an active server and a rank of the trainer need of them.
 
-    `server` and `trainer` are CPU seconds of a process for each of its engine's thread, or of its work.
+    `server`: CPU seconds of a server's process for each CPU second of its engine's thread. `trainer`: CPU seconds of a
+    rank for each second in which it works.
     """
 
     cores: float
@@ -43,7 +44,7 @@ class CoreUse(NamedTuple):
         return Speeds(share * engine, share * left)
 
     def switching(self, num_servers: int, tokens_per_s: float, trainer_works: bool) -> float:
-        """Return how many CPU seconds work needs meanwhile, for each that it needs alone."""
+        """Return by which factor work needs more CPU seconds meanwhile than alone."""
         return _switching(self._shares(num_servers, tokens_per_s, trainer_works)[0])
 
     def _shares(self, num_servers: int, tokens_per_s: float, trainer_works: bool) -> tuple[float, float, float]:

@@ -24,7 +24,7 @@ class GpuShare(NamedTuple):
 
     server: float = _SERVER
     trainer: float = _TRAINER
-    # Whether the server's was measured.
+    # Whether the speed of the server was measured.
     is_known: bool = False
 
     def speeds(self, num_servers: int, tokens_per_s: float, trainer_works: bool) -> Speeds:

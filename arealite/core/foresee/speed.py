@@ -111,7 +111,7 @@ def fit_devices(recording: Recording) -> tuple[StepCurve | None, CoreUse | GpuSh
 
 
 class Switching(NamedTuple):
-    """CPU seconds that servers and trainer needed in a run, for each that they need alone."""
+    """By which factor servers and trainer needed more CPU seconds in a run than they need alone."""
 
     server: float
     trainer: float

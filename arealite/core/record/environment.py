@@ -127,8 +127,9 @@ def _own_modules() -> Iterator[tuple[str, int]]:
         # To resolve thousands of paths takes long.
         if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
+        # Processes that others start have the script under this name too; a forked one may have another program's.
         if name == "__mp_main__":
-            continue  # the script once more, in processes that others start; a fork may have that of another program
+            continue
         if not str(Path(file).resolve()).startswith(installed):
             try:
                 own = "script" if name == "__main__" else name

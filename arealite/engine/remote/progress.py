@@ -68,7 +68,7 @@ class Progress:
             # A segment is complete, the answer is not. (With fewer tokens the server's context is full.)
             self.stop_reason = "abort"
 
-    def tell(self, index: int, at: int, tokens: list[int], logprobs: list[float]) -> None:
+    def report(self, index: int, at: int, tokens: list[int], logprobs: list[float]) -> None:
         """Pass on tokens of the piece that is being generated, of the answer that is `index` further."""
         if self.request.on_tokens is not None and tokens:
             self.request.on_tokens(self.sample + index, len(self.tokens) + at, tokens, logprobs)
