@@ -3,10 +3,9 @@
     python scripts/docs_figures.py                               draw again from runs.json and benchmark/results
     python scripts/docs_figures.py --record SYNC ASYNC DEMO      take runs.json from three run directories first
 
-SYNC and ASYNC are `examples/arealite/demo.py total_train_steps=40`, the first with
-`rollout.max_head_offpolicyness=0`, one after the other on the same machine; DEMO is `make demo`. runs.json keeps what
-the trainer did in a window of some seconds and how many episodes were in flight, and of DEMO how old episodes were when
-they were trained on.
+SYNC and ASYNC are `examples/arealite/demo.py total_train_steps=40` with `rollout.max_head_offpolicyness=0` and `=2`,
+one after the other on the same machine; DEMO is the whole demo with 2. runs.json keeps what the trainer did in a window
+of some seconds and how many episodes were in flight, and of DEMO how old episodes were when they were trained on.
 """
 
 import argparse
