@@ -99,7 +99,7 @@ class RowReturns(NamedTuple):
         return cls(*sums, low.amin(1), high.amax(1), rewards.double())
 
     def filled(self, owner: Tensor) -> "RowReturns":
-        """Return these sums; rows of a sample without any trained token count as one token with the row's reward."""
+        """Return these sums; a row of a sample without trained tokens counts as one with its reward."""
         counts = torch.zeros_like(self.count).index_add(0, owner, self.count)
         own, single = self.reward, torch.ones_like(self.count)
         instead = (single, own, own.square(), own, own, own)

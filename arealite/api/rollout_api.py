@@ -82,7 +82,7 @@ def load_workflow(name: str, arguments: dict[str, Any] | None = None, **offered:
 def check_workflows(
     workflow: RolloutWorkflow | None, evaluating: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
 ) -> RolloutWorkflow:
-    """Return the workflow that a trainer was given; raises `ConfigError` if it is not a `RolloutWorkflow`.
+    """Return the workflow that a trainer was given; raises `ConfigError` if it is something else.
 
     The same for the workflows of validation sets, which are all `evaluating`, or one for each name.
     """

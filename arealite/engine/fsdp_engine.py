@@ -140,7 +140,7 @@ class FSDPEngine(TrainEngine):
 
     @startup_phase("compile", "compiling while the servers start")
     def compile_first_layers(self) -> None:
-        """Run a trial pass through the first layers, which need little memory. All layers share the compiled code."""
+        """Run a trial pass through the first layers, to save memory: all layers share the compiled code."""
         if self.module is None:
             return  # destroyed before
         with first_layers(self.model) as count:

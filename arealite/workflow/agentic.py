@@ -55,7 +55,7 @@ class Policy:
 
 
 class ChatAgent(Agent):
-    """Sends each observation to the model (as a user's message, unless it is one already), and returns the reply."""
+    """Sends each observation to the model (text as a user's message), and returns the reply."""
 
     def __init__(self, policy: Policy, system_prompt: str | None = None):
         self.policy, self.system_prompt = policy, system_prompt
