@@ -127,7 +127,7 @@ def test_rollout_workers_cannot_import_functions_of_a_script():
         (lambda x: 1.0, "names neither"),
         (lambda **data: 1.0, "names neither"),
         (lambda completion, completions: 1.0, "names both completion and completions"),
-        ("text", "no function"),
+        ("text", "is not a function"),
         (torch.nn.Linear(1, 1), "give its folder"),
         (operator.itemgetter(0), "signature"),
         ([], "no reward function"),
