@@ -208,7 +208,7 @@ def test_parts_that_are_text_are_joined_and_others_refused(tokenizer):
     asked, answer = {"role": "user", "content": parts}, {"role": "assistant", "content": "yes"}
     plain = {"role": "user", "content": "hi"}
     assert tokenize_chat([asked, answer], tokenizer) == tokenize_chat([plain, answer], tokenizer)
-    with pytest.raises(ValueError, match="parts that are no text"):
+    with pytest.raises(ValueError, match="parts that are not text"):
         tokenize_chat([{"role": "user", "content": [*parts, {"type": "image"}]}, answer], tokenizer)
 
 
