@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import ssl
 import threading
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from tests.chat_templates import make_chat_tokenizer
 from tests.workflow import blocking_agents
 
 TOKENIZER = make_chat_tokenizer("qwen25")
+# A client would make one of its own, which takes 0.1 s and more on busy cores: deadlines here are short.
+TLS = ssl.create_default_context()
 
 
 def encode(text):
@@ -49,7 +52,8 @@ def play(workflow, engine=None, **row):
 
 
 def client(base_url, api_key):
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=30)
+    http = openai.DefaultAsyncHttpxClient(verify=TLS)
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=30, http_client=http)
 
 
 async def two_turns(row, base_url, api_key):
