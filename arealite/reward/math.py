@@ -170,7 +170,7 @@ def _in_base(digits: str, base: str) -> int | None:
 
 
 def _both_signs(formula: str) -> str:
-    r"""Return both values of a formula with `\pm` inside, which algebra reads only before or between terms."""
+    r"""Return both values of a formula with `\pm`, which algebra reads only between terms."""
     if formula.count("\\pm") != 1 or any(sign in formula for sign in ("=", ",", "&", "\\mp")):
         return formula
     return ", ".join(formula.replace("\\pm", sign) for sign in "+-")
@@ -304,7 +304,7 @@ def _equal_by_algebra(given: str, expected: str) -> bool:
 
 
 def _same_equation(*equations: Any) -> bool:
-    """Whether two equations of polynomials are multiples of each other: `2x^2 + 2y^2 = 8`, `x^2 + y^2 - 4 = 0`."""
+    """Whether equations of polynomials are multiples: `2x^2 + 2y^2 = 8`, `x^2 + y^2 - 4 = 0`."""
     if len(equations) != 2 or not all(isinstance(each, sympy.Eq) for each in equations):
         return False
     zeros = [sympy.expand(each.lhs - each.rhs) for each in equations]
