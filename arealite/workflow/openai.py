@@ -147,7 +147,7 @@ class AgentWorkflow(RolloutWorkflow):
 
 
 async def _catch_exit(call: Awaitable[float | None]) -> float | None:
-    """Return what an agent returns. If it exits, that costs its own attempt, and not the event loop of all."""
+    """Return what an agent returns; one that exits costs its own attempt, not the event loop of all."""
     try:
         return await call
     except SystemExit as error:
