@@ -282,7 +282,7 @@ def _clean(text: str) -> str:
 
 
 def _letters(cleaned: str) -> str:
-    """`cleaned` in lower case without spaces, except those between digits, and without braces around a digit."""
+    """`cleaned` in lower case without spaces, but those between digits, and braces around a digit."""
     return re.sub(r"(?<=[_^])\{(\d)\}", r"\1", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", cleaned)).lower()
 
 
