@@ -256,7 +256,7 @@ def _serve(address: str) -> dict[str, Any]:
 
 def _fill_caches() -> None:
     """Do what each fork would do again, once."""
-    make_schema = importlib.import_module("arealite.utils.config_schema").schema_of
+    make_schema = importlib.import_module("arealite.utils.settings.nodes").schema_of
     for name in ("GRPOConfig", "SFTConfig", "ServerConfig"):
         make_schema(getattr(importlib.import_module("arealite.api.cli_args"), name))
     # The first model that a process loads compiles 800 regular expressions.

@@ -24,8 +24,8 @@ from arealite.api.backends import KEY_REFERENCE
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError, RecordError
 from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_key, nearest_text, type_name
-from arealite.utils.config_schema import escaped, follow_policy, gives_reference_dtype, schema_of
 from arealite.utils.network import GROUP_TIMED_OUT
+from arealite.utils.settings.nodes import escaped, follow_policy, gives_reference_dtype, schema_of
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
 from arealite.utils.yaml_reader import (

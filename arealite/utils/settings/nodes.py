@@ -1,4 +1,4 @@
-"""Makes OmegaConf nodes with the types and defaults of config dataclasses.
+"""OmegaConf nodes of configurations: types, defaults that follow a key, text that is no reference.
 
 Used by `config` and the launchers.
 """
