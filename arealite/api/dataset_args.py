@@ -43,7 +43,7 @@ class DataSourceConfig(Section):
         "Plain text with {prompt}; the model then continues text instead of a chat.", None, any_text=True
     )
     few_shot: int = _help("Show the first n rows with their answers before every prompt.", 0, Range(0, 1000))
-    max_length: int | None = _help("Leave out rows with more tokens.", None, AT_LEAST_1)
+    max_length: int | None = _help("Leave out rows with more tokens; an image counts as one.", None, AT_LEAST_1)
     streaming: bool = _help("Read rows when they are needed, for data larger than memory.", False)
     options: dict[str, Any] = _help("Generated rows: size, seed, and the task's own parameters.", dict, secret=True)
 

@@ -20,6 +20,7 @@ from arealite.api.backends import BACKENDS
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.launcher.job import Job
 from arealite.launcher.placement import Placement
+from arealite.launcher.reward_memory import reward_needs
 from arealite.utils.memory.estimate import (
     CUDA_CONTEXT,
     PROCESS,
@@ -128,9 +129,10 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
         on_gpu = place[1] is not None
         free = total if on_gpu else host
         processes = servers.on(place, free)
-        used = sum(process.total for process in processes)
-        left = None if free is None else free - used
+        left = None if free is None else free - sum(process.total for process in processes)
         processes += _ranks(job, place, values, sizes, left)
+        scored, context = reward_needs(values, placement, place), CUDA_CONTEXT if on_gpu else PROCESS
+        processes += [Process("reward model", context, {path: needs}) for path, needs in scored.items()]
         name = f"node {place[0]} gpu {place[1]}" if on_gpu else f"node {place[0]} host"
         devices += [Device(name, free, processes)] if processes else []
     return devices + (_hosts(placement, devices, host) if job.on_gpu else [])

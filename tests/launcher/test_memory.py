@@ -302,3 +302,14 @@ def test_the_estimate_is_near_the_peak_of_a_real_process(models):
     measured, estimated = map(float, done.stdout.split("RESULT ")[1].split()[:2])
     print(done.stdout)
     assert estimated == pytest.approx(measured, rel=0.3)
+
+
+def test_a_reward_model_is_counted_where_the_first_rank_is(show, models):
+    plain, scored = show("small"), show("small", f"reward={models / '0.5B'}")
+    assert "reward model" not in plain
+    # 0.49 billion parameters in float32, beside the trainer's rank.
+    (line,) = re.findall(r"reward model ([\d.]+): weights ([\d.]+), scoring [\d.]+", scored)
+    assert line[1] == "1.8" and float(line[0]) > float(line[1])
+    on_gpus = ("cluster.gpu_memory_gib=80", "cluster.n_gpus_per_node=2", "actor.device=cuda", "server.device=cuda")
+    shown = show("small", f"train_dataset.reward={models / '0.5B'}", *on_gpus)
+    assert shown.count("reward model") == 2, "on one of two GPUs, and its process on the host"

@@ -232,6 +232,13 @@ def read_model_size(path: str) -> ModelSize | None:
     return ModelSize.of(config, sum(counts)) if all(counts) and sum(counts) > size.ends else size
 
 
+def read_model_dtype(path: str) -> str | None:
+    """Return the type of the weights in a folder or in the hub's cache, if that is known."""
+    folder = _local_folder(path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder is not None else {}
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def _local_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
