@@ -22,8 +22,8 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
 from arealite.utils import rundir
-from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, to_node
-from arealite.utils.settings.nodes import schema_of
+from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml
+from arealite.utils.settings.nodes import schema_of, to_node
 
 _CHECK_TIMEOUT_S = 300.0
 # Sections of a configuration that become engines.

@@ -37,8 +37,7 @@ from arealite.utils.memory.estimate import (
 )
 from arealite.utils.memory.model_size import ModelSize, read_model_size
 
-# Begins the line of a device that is too small.
-NO_ROOM = "WILL NOT FIT"
+NO_ROOM = "WILL NOT FIT"  # a device that is too small
 _TRAINED, _FROZEN = ("actor", "model", "critic"), ("ref", "teacher")
 # What SGLang and vLLM take of a GPU unless a flag says otherwise.
 _SHARES = {"sglang": ("mem_fraction_static", 0.88), "vllm": ("gpu_memory_utilization", 0.9)}
@@ -126,12 +125,11 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
     servers, host = _Servers(job, placement, values, sizes), float(psutil.virtual_memory().total) if runs_here else None
     devices: list[Device] = []
     for place in _places(placement):
-        on_gpu = place[1] is not None
-        free = total if on_gpu else host
+        free = total if (on_gpu := place[1] is not None) else host
         processes = servers.on(place, free)
-        left = None if free is None else free - sum(process.total for process in processes)
-        processes += _ranks(job, place, values, sizes, left)
-        scored, context = reward_needs(values, placement, place), CUDA_CONTEXT if on_gpu else PROCESS
+        used = sum(process.total for process in processes)
+        processes += _ranks(job, place, values, sizes, None if free is None else free - used)
+        context, scored = CUDA_CONTEXT if on_gpu else PROCESS, reward_needs(values, placement, place)
         processes += [Process("reward model", context, {path: needs}) for path, needs in scored.items()]
         name = f"node {place[0]} gpu {place[1]}" if on_gpu else f"node {place[0]} host"
         devices += [Device(name, free, processes)] if processes else []

@@ -153,7 +153,10 @@ def answers_equal(given: str, expected: str) -> bool:
 
 
 def _ratios_equal(given: str, expected: str) -> bool:
-    """Compare `6:2`, `3:1` and `3 to 1`. Only the first two may have a common factor: `2 to 4` may be a range."""
+    """Compare `6:2`, `3:1` and `3 to 1`.
+
+    Only the first two may have a common factor: `2 to 4` may be a range.
+    """
     a, b = (list(map(int, re.findall(r"\d+", text))) for text in (given, expected))
     is_proportion = all(":" in text and not _TIME.fullmatch(text) for text in (given, expected))
     if is_proportion and gcd(*a) and gcd(*b):

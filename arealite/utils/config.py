@@ -25,7 +25,7 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError, RecordError
 from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_key, nearest_text, type_name
 from arealite.utils.network import GROUP_TIMED_OUT
-from arealite.utils.settings.nodes import escaped, follow_policy, gives_reference_dtype, schema_of
+from arealite.utils.settings.nodes import follow_policy, gives_reference_dtype, schema_of, to_node
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
 from arealite.utils.yaml_reader import (
@@ -141,11 +141,6 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
 def to_yaml(config: Any) -> str:
     """Return a configuration as YAML that `--config` reads back, with its API key."""
     return OmegaConf.to_yaml(to_node(config))
-
-
-def to_node(config: Any) -> DictConfig:
-    """Return a configuration as a node without types."""
-    return OmegaConf.create(escaped(dataclasses.asdict(config)))
 
 
 def private_yaml(config: Any) -> str:

@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
-from arealite.utils.config import hide_secrets, to_node
+from arealite.utils.config import hide_secrets
 from arealite.utils.distributed import world_size
+from arealite.utils.settings.nodes import to_node
 
 # Keys that decide nothing about the results of training, or that a replay sets.
 _IRRELEVANT = ("experiment_name", "trial_name", "cluster.", "recover.", "saver.", "evaluator.", "valid_dataset")

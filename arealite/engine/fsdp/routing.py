@@ -147,7 +147,7 @@ class Routing:
 
     @torch.no_grad()
     def end_step(self, layout: Layout | None, moves_biases: bool) -> Stats:
-        """Return statistics of the training passes since the last call, over all ranks; update the biases if told."""
+        """Return statistics of the training passes since the last call, over all ranks; may move biases."""
         if not self.layers:
             return {}
         self.balance = None

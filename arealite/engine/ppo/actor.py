@@ -329,7 +329,7 @@ class FSDPPPOActor(FSDPEngine):
         return self.reduce_stats(stats) | {key: float(count) for key, count in counts.items()}
 
     def _have_signal(self, batch: Batch, groups: torch.Tensor, has_advantage: torch.Tensor) -> torch.Tensor:
-        """Return which rows of all ranks have an advantage that does not come from the KL in the reward alone."""
+        """Return which rows of all ranks have an advantage that comes not only from the KL."""
         others = self.config.distill_coef or "values" in batch or "token_rewards" in batch
         if not self.config.kl_ctl or others or "shaped_rewards" not in batch:
             return has_advantage

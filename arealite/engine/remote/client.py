@@ -44,7 +44,7 @@ def read_version(version: Any, unknown: int) -> int:
 
 @contextmanager
 def keeps_adapter(server: Server, name: str) -> Iterator[None]:
-    """Around unloading the last adapter: a server that refuses keeps it. No request names it, so the run goes on."""
+    """Let the run go on if a server refuses to unload an adapter, which no request names."""
     try:
         yield
     except (HttpError, WeightUpdateError) as error:

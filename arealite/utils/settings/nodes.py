@@ -4,6 +4,7 @@ Used by `config` and the launchers.
 """
 
 import copy
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -22,6 +23,11 @@ def schema_of(cls: type) -> DictConfig:
 _make_schema = functools.cache(OmegaConf.structured)
 
 
+def to_node(config: Any) -> DictConfig:
+    """Return a configuration as a node without types."""
+    return OmegaConf.create(_escaped(dataclasses.asdict(config)))
+
+
 def gives_reference_dtype(values: DictConfig) -> bool:
     """Return whether a source gives `ref.dtype`, or all of `ref` as a reference to another section."""
     ref: Any = values._get_node("ref")
@@ -37,10 +43,10 @@ def follow_policy(node: DictConfig) -> None:
         ref["dtype"] = "${actor.dtype}" if "actor" in node else "${model.dtype}"
 
 
-def escaped(value: Any) -> Any:
+def _escaped(value: Any) -> Any:
     """Return nested plain values in which `${` is text for OmegaConf; a reference `${oc.…}` stays one."""
     if isinstance(value, dict):
-        return {key: escaped(each) for key, each in value.items()}
+        return {key: _escaped(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(each) for each in value]
+        return [_escaped(each) for each in value]
     return re.sub(r"(\\*)\$\{(?!oc\.)", r"\1\1\\${", value) if isinstance(value, str) else value
