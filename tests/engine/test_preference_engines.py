@@ -109,6 +109,18 @@ def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
     assert torch.equal(other.compute_values(batch), values)
 
 
+def test_first_tokens_are_not_in_the_scale_of_the_critic(model_dirs):
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True))
+    batch = random_batch(LENGTHS)
+    batch["loss_mask"] = batch["attention_mask"].clone()
+    batch["returns"] = torch.full(batch["loss_mask"].shape, 10.0)
+    batch["returns"][:, 0] = 0.0
+    batch["values"] = critic.compute_values(batch)
+    critic.ppo_update(batch)
+    count, total, _ = critic.extra_state()["value_moments"].tolist()
+    assert (count, total / count) == (sum(LENGTHS) - len(LENGTHS), 10.0)
+
+
 def test_the_first_update_of_a_normalised_critic_is_not_clipped_away(model_dirs):
     """Returns far from 0 change the scale at once; clipping uses the network's outputs, not that scale."""
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True))

@@ -59,12 +59,15 @@ class FSDPPPOCritic(FSDPEngine):
                 f"the critic needs {missing} in the batch: batch['values'] = critic.compute_values(batch), then "
                 "actor.compute_advantages(batch)"
             )
-        mask, batch = batch["loss_mask"].bool(), dict(batch)
+        trained = batch["loss_mask"].bool() & batch["attention_mask"].bool()
+        # First tokens have no value to learn.
+        trained[:, 0] = False
+        batch = dict(batch)
         # Old values on the scale that `compute_values` used: the network has not learned the new one yet.
         mean, std = self._scale()
         batch["values"] = (batch["values"] - mean) / std
         if self.config.value_norm:
-            returns = batch["returns"][mask].double()
+            returns = batch["returns"][trained].double()
             sums = self.sum_over_ranks(torch.tensor(len(returns)), returns.sum(), returns.square().sum())
             if all(map(math.isfinite, sums)):
                 # Otherwise this batch makes no step, and its returns must not stay in the sums.
@@ -72,8 +75,7 @@ class FSDPPPOCritic(FSDPEngine):
         mean, std = self._scale()
         batch["returns"] = (batch["returns"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
-        trained = batch["loss_mask"].bool() & batch["attention_mask"].bool()
-        counts = self.sum_over_ranks(*(trained[rows, 1:].sum() for rows in parts))
+        counts = self.sum_over_ranks(*(trained[rows].sum() for rows in parts))
         minibatches = [select_rows(batch, rows) for rows, count in zip(parts, counts, strict=True) if count]
         return [self.train_batch(minibatch, self._loss, num_trained_tokens) for minibatch in minibatches]
 
