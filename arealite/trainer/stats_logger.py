@@ -81,9 +81,12 @@ class StatsLogger:
         values = {key: float(value) if math.isfinite(value) else None for key, value in stats.items()}
         try:
             line = json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
-            _append(self.path, line.encode())
+            is_whole = _append(self.path, line.encode())
         except OSError as error:
             raise self._unwritable(error) from error
+        if not is_whole:
+            # No error: at the end of a run the model must still be saved, perhaps to another disk.
+            show_message(f"warning: the disk is full: {self.path} lacks the statistics of step {step + 1}. Free space")
         finite = {key: value for key, value in values.items() if value is not None}
         if self._board is not None:
             for key, value in finite.items():
@@ -104,8 +107,8 @@ class StatsLogger:
             service.close()
 
 
-def _append(path: Path, line: bytes) -> None:
-    """Append a whole line, or raise why it could not be written."""
+def _append(path: Path, line: bytes) -> bool:
+    """Append a line; return whether all of it was written, which an almost full disk does not do."""
     # Not buffered: one write appends the line, also if another process writes to the file.
     with path.open("a+b", buffering=0) as file:
         if file.tell():
@@ -113,9 +116,7 @@ def _append(path: Path, line: bytes) -> None:
             if file.read(1) != b"\n":
                 # A full disk or a crash has cut the last line short: this one must not become a part of it.
                 line = b"\n" + line
-        while line:
-            # A disk that is almost full takes the beginning, and raises the error for the rest.
-            line = line[file.write(line) :]
+        return file.write(line) == len(line)
 
 
 def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def test_steps_that_a_damaged_file_has_lost_are_told(tmp_path, capsys):
     assert "stats.jsonl lacks 2 of the 3 steps so far (first: 2)" in capsys.readouterr().out
 
 
-def test_a_line_that_the_disk_takes_in_part_is_an_error_and_does_not_spoil_the_next(tmp_path):
+def test_a_line_that_the_disk_takes_in_part_is_reported_and_does_not_spoil_the_next(tmp_path):
     code = (
         "import resource, signal, sys; from tests.trainer.test_stats_logger import make; from pathlib import Path; "
         "logger, _ = make(Path(sys.argv[1])); logger.commit(0, {'loss': 1.0}); "
@@ -58,7 +58,8 @@ def test_a_line_that_the_disk_takes_in_part_is_an_error_and_does_not_spoil_the_n
         "logger.commit(1, {'loss': 1.0})"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert "stats.jsonl: File too large. Free space" in ended.stderr.splitlines()[-1], ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert "warning: the disk is full:" in ended.stdout and "lacks the statistics of step 2." in ended.stdout
     logger, run_dir = make(tmp_path)
     assert len(run_dir.stats_path.read_bytes()) == 70
     logger.commit(2, {"loss": 3.0})
