@@ -46,7 +46,32 @@ def make(kind: str, num_chosen: int = 2) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).to(DEVICE, DTYPE).eval()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 40, 300])
+@pytest.mark.parametrize(("num_pairs", "block"), [(5, 16), (64, 64), (200, 64), (4097, 4096)])
+def test_pairs_are_sorted_by_expert(num_pairs, block):
+    """Also if they are read in several blocks."""
+    kernels = pytest.importorskip("arealite.inference.cuda.group_kernels")
+    num_experts, rows = 6, 16
+    torch.manual_seed(num_pairs)
+    # Those of the last one are on another rank.
+    index = torch.randint(num_experts + 1, (num_pairs,)).to(DEVICE)
+    num_tiles = num_pairs // rows + num_experts
+    order = torch.full((num_pairs,), -1, dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((num_tiles, 3), -9, dtype=torch.int32, device=DEVICE)
+    kernels.group_pairs_kernel[(num_experts,)](
+        index, order, tiles, num_pairs, num_tiles, BLOCK=block, BM=rows, TILES=16, EARLY=False
+    )
+    counts = index.bincount(minlength=num_experts + 1)[:num_experts].tolist()
+    expected = index.argsort(stable=True)[: sum(counts)]
+    assert torch.equal(order[: sum(counts)].long(), expected)
+    found = [tuple(tile) for tile in tiles.tolist() if tile[0] >= 0]
+    wanted = []
+    for expert, count in enumerate(counts):
+        first = sum(counts[:expert])
+        wanted += [(expert, first + start, first + count) for start in range(0, count, rows)]
+    assert found == wanted and -9 not in tiles[:, 0].tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 300, *([5000] if GPU else [])])
 @pytest.mark.parametrize("is_part", [False, True])
 def test_experts_compute_what_those_of_transformers_do(num_tokens, is_part):
     """Also where some experts are on other ranks."""
