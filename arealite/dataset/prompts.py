@@ -26,7 +26,7 @@ from arealite.dataset.columns import (
     without_empty,
     without_system,
 )
-from arealite.dataset.rows import load_dataset, tell_left_out
+from arealite.dataset.rows import load_dataset, report_long_rows
 from arealite.dataset.streamed import map_lazily, open_streamed
 from arealite.utils.images.encoded import has_images
 
@@ -216,7 +216,7 @@ def without_long(rows: list[Row], num_all: int, config: DataSourceConfig) -> lis
     """Say how many rows are too long. Raises `DatasetError` if none is left."""
     if not rows:
         raise DatasetError(f"all {num_all} rows of {config.path} are longer than max_length={config.max_length} tokens")
-    tell_left_out(num_all - len(rows), num_all, config)
+    report_long_rows(num_all - len(rows), num_all, config)
     return rows
 
 

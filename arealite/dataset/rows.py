@@ -230,7 +230,7 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
-def tell_left_out(count: int, num_all: int, config: DataSourceConfig) -> None:
+def report_long_rows(count: int, num_all: int, config: DataSourceConfig) -> None:
     """Tell the user how many rows are too long, if any: a limit of other trainers cuts them instead."""
     if count and rank() == 0:
         verb = "is" if count == 1 else "are"

@@ -20,7 +20,7 @@ from typing import Any, overload
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.columns import make_row
-from arealite.dataset.rows import check_rows, find_files, import_pyarrow, load_from_hub, read_table, tell_left_out
+from arealite.dataset.rows import check_rows, find_files, import_pyarrow, load_from_hub, read_table, report_long_rows
 from arealite.utils.rundir import write_file
 
 logger = logging.getLogger("arealite.dataset")
@@ -201,7 +201,7 @@ def map_lazily(
     if not kept:
         raise DatasetError(f"all rows of {config.path} are longer than max_length={config.max_length} tokens")
     num_all = len(rows) - num_skipped
-    tell_left_out(num_all - len(kept), num_all, config)
+    report_long_rows(num_all - len(kept), num_all, config)
     return LazyRows(rows, make, config.path, kept)
 
 

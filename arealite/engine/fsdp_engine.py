@@ -239,10 +239,10 @@ class FSDPEngine(TrainEngine):
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = clip_gradients(self.model, self.config.optimizer.gradient_clipping, self._partial, self.layout)
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
-        steps = may_step is None or may_step(result)
-        result |= self._module.routing.end_step(self.layout, moves_biases=steps and math.isfinite(norm))
+        makes_step = may_step is None or may_step(result)
+        result |= self._module.routing.end_step(self.layout, moves_biases=makes_step and math.isfinite(norm))
         # The step comes last, as nothing here waits for it: a GPU still runs it while the weights are published.
-        if steps:
+        if makes_step:
             self._step(norm)
         else:
             self._optimizer.zero_grad(set_to_none=True)

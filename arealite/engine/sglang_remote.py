@@ -20,7 +20,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.engine.remote.base import RemoteEngine
-from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, ServerClient, keeps_adapter, read_version
+from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
 from arealite.utils.images.encoded import to_data_url
@@ -189,7 +189,7 @@ class SGLangClient(ServerClient):
         await self._set_version(server, meta)
         server.adapter = name
         if last not in ("", name):
-            with keeps_adapter(server, last):
+            with self.tolerate_refused_unload(server, last):
                 await self._load(server, "unload_lora_adapter", {"lora_name": last})
 
     async def _load(self, server: Server, endpoint: str, body: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from arealite.api.errors import ConfigError, HttpError, RequestError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.base import RemoteEngine
-from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient, keeps_adapter, read_version
+from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
 from arealite.utils.images.encoded import to_data_url
@@ -129,7 +129,7 @@ class VLLMClient(ServerClient):
         await self.control(server, "v1/load_lora_adapter", body, is_json=False)
         server.adapter = name
         if last not in ("", name):
-            with keeps_adapter(server, last):
+            with self.tolerate_refused_unload(server, last):
                 await self.control(server, "v1/unload_lora_adapter", {"lora_name": last}, is_json=False)
         await self._set_version(server, meta)
 

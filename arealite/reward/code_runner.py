@@ -231,7 +231,7 @@ class Handle:
         """Return what an operator makes of this object: with data, not the result that a test wants to see."""
         result = self._ask(operation, *others)
         if type(result) is not Handle and not any(type(other) is Handle for other in others):
-            raise TypeError(f"the result of {operation} with data is {type(result).__name__}, and no object")
+            raise TypeError(f"the result of {operation} with data is {type(result).__name__}, not an object")
         return result
 
     def __instancecheck__(self, value: Any) -> bool:

@@ -374,24 +374,6 @@ def test_stop_strings_end_the_text_and_stay_in_the_tokens():
     run(scenario())
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_in_the_beginning_of_a_required_call_does_not_end_it(stream):
-    """The engine stops at what it samples, and the beginning of the call is not sampled."""
-
-    async def scenario():
-        async with serving([' "add", "arguments": {}}\n</tool_call>']) as (_, _, found), client(found) as api:
-            asked = {"messages": [{"role": "user", "content": "hi"}], "stop": ["\n"], "tool_choice": "required"}
-            tools = [{"type": "function", "function": TOOL}]
-            if stream:
-                async with api.chat.completions.stream(model="m", tools=tools, **asked) as events:
-                    answer = await events.get_final_completion()
-            else:
-                answer = await api.chat.completions.create(model="m", tools=tools, **asked)
-            assert answer.choices[0].message.tool_calls[0].function.name == "add"
-
-    run(scenario())
-
-
 def test_completions_go_on_behind_a_stop_string_and_repeat_a_prompt_without_an_answer():
     async def scenario():
         async with serving(["", "think See:", "x"]) as (_, engine, found), client(found) as api:

@@ -42,15 +42,6 @@ def read_version(version: Any, unknown: int) -> int:
     return number
 
 
-@contextmanager
-def keeps_adapter(server: Server, name: str) -> Iterator[None]:
-    """Let the run go on if a server refuses to unload an adapter, which no request names."""
-    try:
-        yield
-    except (HttpError, WeightUpdateError) as error:
-        logger.warning("%s keeps the adapter %s in its memory: %s", server.address, name, error)
-
-
 class ServerClient(WeightClient[Server], abc.ABC):
     """Speaks to all servers of one kind. Methods raise `ServerError` when a server cannot be reached."""
 
@@ -116,6 +107,15 @@ class ServerClient(WeightClient[Server], abc.ABC):
     @abc.abstractmethod
     async def resume_memory(self, server: Server) -> None:
         """Have the server allocate its KV cache again."""
+
+    @staticmethod
+    @contextmanager
+    def tolerate_refused_unload(server: Server, name: str) -> Iterator[None]:
+        """Let the run go on if a server refuses to unload an adapter, which no request names."""
+        try:
+            yield
+        except (HttpError, WeightUpdateError) as error:
+            logger.warning("%s keeps the adapter %s in its memory: %s", server.address, name, error)
 
     async def reclaim_memory(self, server: Server) -> None:
         """Have the server allocate its KV cache again if it has freed it, also for a trainer that is gone."""
